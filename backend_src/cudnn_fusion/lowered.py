@@ -11,12 +11,31 @@ run (see `cudnn_fusion.interpreter`); nothing is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from cudnn_fusion.dims import axis_names
 
 FORMAT_VERSION = 1
+PROGRAM_FILE = "program.json"
+WEIGHTS_FILE = "weights.safetensors"
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+
+
+class ProgramError(ValueError):
+    """A program that cannot be lowered, read or run; the message says what to do about it."""
+
 
 Dim = int | str
 """A size: a number, or an expression over axis names such as ``batch`` or ``2*length + 1``."""
@@ -101,3 +120,284 @@ class Program:
     """What the passes did, a sentence each (``folded batch_norm_1 into conv2d_1``)."""
     sha256: str = ""
     """Content hash over program.json and weights.safetensors; empty until written or read."""
+
+
+def write(program: Program, directory: Path) -> Program:
+    """Writes ``program`` into ``directory`` (made if missing) and gives it with its ``sha256``.
+
+    Each file replaces an older one at once. ProgramError: the program is not valid (as `read` would say).
+    """
+    weights = {
+        name: weight.detach().cpu().contiguous().clone() for name, weight in sorted(program.weights.items())
+    }
+    document = _encode_program(replace(program, weights=weights))
+    _validate(replace(program, weights=weights))
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as temporary:
+        weights_file, program_file = Path(temporary, WEIGHTS_FILE), Path(temporary, PROGRAM_FILE)
+        save_file(weights, weights_file)
+        program_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        digest = _content_hash(document, weights_file)
+        for file in (weights_file, program_file):
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+            file.replace(directory / file.name)
+    return replace(program, sha256=digest)
+
+
+def read(directory: Path) -> Program:
+    """The program in ``directory``, its weights on the CPU in row-major order.
+
+    Nothing in the files is executed or unpickled. ProgramError: a file is missing, damaged, of another format
+    version, or says something that no exported program says.
+    """
+    document = _read_document(directory / PROGRAM_FILE)
+    path = directory / WEIGHTS_FILE
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ProgramError(f"{path} is not a readable safetensors file ({error}); export again") from None
+    try:
+        program = _decode_program(document, weights)
+        _validate(program)
+    except ProgramError as error:
+        raise ProgramError(f"{directory / PROGRAM_FILE}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ProgramError(
+            f"{directory / PROGRAM_FILE} does not describe a program ({error!r}); export again"
+        ) from None
+    return replace(program, sha256=_content_hash(document, path))
+
+
+def _content_hash(document: Mapping[str, Any], weights_file: Path) -> str:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    digest = hashlib.sha256(canonical.encode())
+    with weights_file.open("rb") as file:
+        digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        document = json.loads(path.read_bytes().decode("utf-8"), parse_constant=refuse)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProgramError(f"{path} cannot be read as JSON ({error}); export again") from None
+    if not isinstance(document, dict):
+        raise ProgramError(f"{path} holds {type(document).__name__}, expected an object; export again")
+    if document.get("format_version") != FORMAT_VERSION:
+        raise ProgramError(
+            f"{path} has format version {document.get('format_version')!r}, this version reads "
+            f"{FORMAT_VERSION}; export again with it"
+        )
+    return document
+
+
+def _encode_program(program: Program) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "name": program.name,
+        "precision": program.precision,
+        "inputs": [_encode_spec(spec) for spec in program.inputs],
+        "outputs": [_encode_spec(spec) for spec in program.outputs],
+        "axes": [{"name": a.name, "minimum": a.minimum, "maximum": a.maximum} for a in program.axes],
+        "batch_axis": program.batch_axis,
+        "nodes": [_encode_node(node) for node in program.nodes],
+        "weights": {name: _weight_record(weight) for name, weight in program.weights.items()},
+        "notes": list(program.notes),
+    }
+
+
+def _weight_record(weight: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+
+
+def _encode_spec(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "value": spec.value}
+
+
+def _encode_node(node: Node) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "op": node.op,
+        "args": [_encode_argument(argument) for argument in node.args],
+        "kwargs": {key: _encode_argument(argument) for key, argument in node.kwargs},
+        "shape": None if node.shape is None else list(node.shape),
+        "dtype": node.dtype,
+    }
+
+
+def _encode_argument(argument: Argument) -> Any:
+    if isinstance(argument, Ref):
+        return {"ref": argument.name}
+    if isinstance(argument, Constant):
+        return {"constant": argument.kind, "value": argument.value}
+    if isinstance(argument, tuple):
+        return [_encode_argument(part) for part in argument]
+    if isinstance(argument, float) and not math.isfinite(argument):
+        return {"float": str(argument)}
+    if argument is None or isinstance(argument, bool | int | float | str):
+        return argument
+    raise ProgramError(f"an argument of type {type(argument).__name__} cannot be written: {argument!r}")
+
+
+def _decode_program(document: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Program:
+    fields = _fields(
+        document,
+        "the program",
+        "format_version name precision inputs outputs axes batch_axis nodes weights notes",
+    )
+    recorded = _typed(fields["weights"], dict, "weights")
+    found = {name: _weight_record(weight) for name, weight in weights.items()}
+    if recorded != found:
+        different = sorted(name for name in recorded | found if recorded.get(name) != found.get(name))
+        raise ProgramError(
+            f"{WEIGHTS_FILE} does not belong to it: {', '.join(different[:5])} differ; export again"
+        )
+    batch_axis = fields["batch_axis"]
+    return Program(
+        name=_typed(fields["name"], str, "name"),
+        precision=_typed(fields["precision"], str, "precision"),
+        inputs=tuple(_decode_spec(spec, "input") for spec in _typed(fields["inputs"], list, "inputs")),
+        outputs=tuple(_decode_spec(spec, "output") for spec in _typed(fields["outputs"], list, "outputs")),
+        axes=tuple(_decode_axis(axis) for axis in _typed(fields["axes"], list, "axes")),
+        batch_axis=None if batch_axis is None else _typed(batch_axis, str, "batch_axis"),
+        nodes=tuple(_decode_node(node) for node in _typed(fields["nodes"], list, "nodes")),
+        weights=weights,
+        notes=tuple(_typed(note, str, "note") for note in _typed(fields["notes"], list, "notes")),
+    )
+
+
+def _fields(data: Any, what: str, names: str) -> dict[str, Any]:
+    expected = set(names.split())
+    fields: dict[str, Any] = _typed(data, dict, what)
+    if fields.keys() != expected:
+        problem = ", ".join(sorted(fields.keys() ^ expected))
+        raise ProgramError(f"{what} has unknown or missing fields: {problem}")
+    return fields
+
+
+def _typed(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ProgramError(f"{what} is {type(value).__name__}, expected {kind.__name__}: {value!r:.80}")
+    return value
+
+
+def _decode_axis(data: Any) -> Axis:
+    axis = _fields(data, "an axis", "name minimum maximum")
+    return Axis(
+        _typed(axis["name"], str, "an axis' name"),
+        _typed(axis["minimum"], int, "an axis' minimum"),
+        _typed(axis["maximum"], int, "an axis' maximum"),
+    )
+
+
+def _decode_spec(data: Any, what: str) -> TensorSpec:
+    spec = _fields(data, f"an {what}", "name dtype shape value")
+    return TensorSpec(
+        _typed(spec["name"], str, f"an {what}'s name"),
+        _typed(spec["dtype"], str, f"an {what}'s dtype"),
+        _decode_shape(spec["shape"]),
+        _typed(spec["value"], str, f"an {what}'s value"),
+    )
+
+
+def _decode_shape(data: Any) -> tuple[Dim, ...]:
+    return tuple(
+        dim if isinstance(dim, str) else _typed(dim, int, "a size") for dim in _typed(data, list, "a shape")
+    )
+
+
+def _decode_node(data: Any) -> Node:
+    node = _fields(data, "a node", "name op args kwargs shape dtype")
+    kwargs = _typed(node["kwargs"], dict, "kwargs")
+    return Node(
+        name=_typed(node["name"], str, "a node's name"),
+        op=_typed(node["op"], str, "a node's op"),
+        args=tuple(_decode_argument(argument) for argument in _typed(node["args"], list, "args")),
+        kwargs=tuple((str(key), _decode_argument(argument)) for key, argument in kwargs.items()),
+        shape=None if node["shape"] is None else _decode_shape(node["shape"]),
+        dtype=None if node["dtype"] is None else _typed(node["dtype"], str, "a node's dtype"),
+    )
+
+
+def _decode_argument(data: Any) -> Argument:
+    if isinstance(data, list):
+        return tuple(_decode_argument(part) for part in data)
+    if not isinstance(data, dict):
+        return data  # type: ignore[no-any-return]  # what JSON has left: None, bool, int, float, str
+    if data.keys() == {"ref"}:
+        return Ref(_typed(data["ref"], str, "a reference"))
+    if data.keys() == {"constant", "value"}:
+        return Constant(
+            _typed(data["constant"], str, "a constant's kind"), _typed(data["value"], str, "a constant")
+        )
+    if data.keys() == {"float"} and data["float"] in ("inf", "-inf", "nan"):
+        return float(data["float"])
+    raise ProgramError(f"an argument is {data!r:.80}, expected a value, a reference or a constant")
+
+
+def references(argument: Argument) -> tuple[str, ...]:
+    """The names of the values that ``argument`` reads, in order."""
+    if isinstance(argument, Ref):
+        return (argument.name,)
+    if isinstance(argument, tuple):
+        return tuple(name for part in argument for name in references(part))
+    return ()
+
+
+def node_references(node: Node) -> tuple[str, ...]:
+    """The names of the values that ``node`` reads, in order."""
+    return references(node.args) + references(tuple(value for _, value in node.kwargs))
+
+
+def _validate(program: Program) -> None:
+    if program.precision not in PRECISIONS:
+        raise ProgramError(f"precision is {program.precision!r}, expected one of {', '.join(PRECISIONS)}")
+    axes = {axis.name for axis in program.axes}
+    for axis in program.axes:
+        if not 1 <= axis.minimum <= axis.maximum:
+            raise ProgramError(f"axis {axis.name!r} has the range {axis.minimum}..{axis.maximum}")
+    if program.batch_axis is not None and program.batch_axis not in axes:
+        raise ProgramError(f"the batch axis {program.batch_axis!r} is not one of its axes")
+    if not program.outputs:
+        raise ProgramError("it has no outputs")
+    if len({spec.name for spec in program.outputs}) != len(program.outputs):
+        raise ProgramError("two of its outputs have the same name")
+    known = _names(program)
+    for node in program.nodes:
+        _check_shape(node.name, node.shape or (), node.dtype, axes)
+        for name in node_references(node):
+            if name not in known:
+                raise ProgramError(f"node {node.name!r} reads {name!r}, which nothing before it computes")
+        if node.name in known:
+            raise ProgramError(f"the name {node.name!r} is used twice")
+        known.add(node.name)
+    for spec in (*program.inputs, *program.outputs):
+        _check_shape(spec.name, spec.shape, spec.dtype, axes)
+        if spec.value not in known:
+            raise ProgramError(f"{spec.name!r} is the value of {spec.value!r}, which nothing computes")
+
+
+def _names(program: Program) -> set[str]:
+    names = [spec.name for spec in program.inputs] + list(program.weights)
+    if len(set(names)) != len(names):
+        raise ProgramError("two of its inputs and weights have the same name")
+    if any(spec.name != spec.value for spec in program.inputs):
+        raise ProgramError("an input's value must be its name")
+    return set(names)
+
+
+def _check_shape(name: str, shape: Iterable[Dim], dtype: str | None, axes: set[str]) -> None:
+    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ProgramError(f"{name!r} has the dtype {dtype!r}, which torch does not have")
+    for dim in shape:
+        try:
+            unknown = axis_names(dim) - axes
+        except ValueError as error:
+            raise ProgramError(f"{name!r}: {error}") from None
+        if unknown or (isinstance(dim, int) and dim < 0):
+            known = ", ".join(sorted(axes)) or "none"
+            raise ProgramError(f"{name!r} has the size {dim!r}, the program's axes are: {known}")

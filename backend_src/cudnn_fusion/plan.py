@@ -6,17 +6,62 @@ These records know nothing of files; `cudnn_fusion.plan_store` writes and reads 
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, TypeVar
 
-FORMAT_VERSION = 1
+from cudnn_fusion.records import FORMAT_VERSION, RecordError, canonical_json, record_from_json, record_to_json
+from cudnn_fusion.shapes import Bucket
+
+__all__ = [
+    "FORMAT_VERSION",
+    "BucketRecord",
+    "Candidate",
+    "Errors",
+    "Plan",
+    "PlanFormatError",
+    "PlanKey",
+    "SampledOutputs",
+    "canonical_json",
+    "moment",
+    "now_text",
+    "sha256_hex",
+]
+
+ENGINES = ("cudnn", "torch")
+CHECKED_ON = ("samples", "generated", "none")
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_Record = TypeVar("_Record")
 
 
-def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no blanks: equal values give equal text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+class PlanFormatError(ValueError):
+    """A record is not what it should be: says which field, what was found and what was expected."""
+
+
+def sha256_hex(data: bytes) -> str:
+    """sha256 in hex: a blob's name, and a plan's `blob_sha256`."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def now_text() -> str:
+    """The present time as records hold it: ISO 8601, UTC."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def moment(made_at: str) -> datetime:
+    """When a record was made; the beginning of time for an empty text. Raises PlanFormatError."""
+    if not made_at:
+        return datetime.min.replace(tzinfo=UTC)
+    try:
+        when = datetime.fromisoformat(made_at)
+    except ValueError as problem:
+        raise PlanFormatError(
+            f"made_at is {made_at[:60]!a}, expected an ISO 8601 time or nothing"
+        ) from problem
+    return when if when.tzinfo else when.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -36,24 +81,14 @@ class PlanKey:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
-        return {
-            "signature": self.signature,
-            "sizes": [[name, list(dims), list(strides)] for name, dims, strides in self.sizes],
-            "precision": self.precision,
-            "validation": self.validation,
-        }
+        return _as_dictionary(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PlanKey:
-        """Raises KeyError, TypeError or ValueError when ``data`` is not a key."""
-        return cls(
-            str(data["signature"]),
-            tuple(
-                (str(n), tuple(int(v) for v in d), tuple(int(v) for v in s)) for n, d, s in data["sizes"]
-            ),
-            str(data["precision"]),
-            str(data["validation"]),
-        )
+    def from_json(cls, data: object) -> PlanKey:
+        """Raises PlanFormatError when ``data`` is not exactly a key."""
+        key = _record(cls, data)
+        _check_key(key)
+        return key
 
     def digest(self) -> str:
         """sha256 over the canonical JSON, in hex: the entry's file name."""
@@ -133,3 +168,114 @@ class Plan:
     blob_sha256: str | None = None
     made_at: str = ""
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary with every field."""
+        return _as_dictionary(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> Plan:
+        """Raises PlanFormatError when ``data`` is not exactly a plan whose fields agree with each other."""
+        plan = _record(cls, data)
+        _check_key(plan.key)
+        _check_plan(plan)
+        return plan
+
+    def is_better_than(self, other: Plan) -> bool:
+        """Whether this plan should replace ``other``: a timed one replaces an untimed one and never the
+        other way round, else the newer one wins."""
+        return (self.timed, moment(self.made_at)) > (other.timed, moment(other.made_at))
+
+
+@dataclass(frozen=True)
+class BucketRecord:
+    """One tuned bucket of one program: ``entries`` are its segments' `PlanKey.digest()`, in order.
+
+    ``sizes`` are pairs of axis name and size, as in `shapes.Bucket`. ``model_time_us`` is the median time of
+    the whole program run from these plans, ``torch_time_us`` of torch alone; None where not measured.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    program_sha256: str
+    entries: tuple[str, ...]
+    model_time_us: float | None = None
+    torch_time_us: float | None = None
+    made_at: str = ""
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket with these sizes."""
+        return Bucket.of(dict(self.sizes))
+
+    def is_better_than(self, other: BucketRecord) -> bool:
+        """Whether this record should replace ``other``, by the rule of `Plan.is_better_than`."""
+        timed, other_timed = self.model_time_us is not None, other.model_time_us is not None
+        return (timed, moment(self.made_at)) > (other_timed, moment(other.made_at))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary with every field."""
+        return _as_dictionary(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> BucketRecord:
+        """Raises PlanFormatError when ``data`` is not exactly such a record."""
+        record = _record(cls, data)
+        axes = [axis for axis, _ in record.sizes]
+        _require(axes == sorted(set(axes)), "sizes", axes, "every axis once, sorted by name")
+        for axis, size in record.sizes:
+            _require(re.fullmatch(r"\w+", axis) is not None, "sizes", axis, "names of axes")
+            _require(size >= 0, f"the size of {axis}", size, "0 or more")
+        for digest in (record.program_sha256, *record.entries):
+            _require(_SHA256.fullmatch(digest) is not None, "a digest", digest, "64 hex digits")
+        _require_not_negative(record, "model_time_us", "torch_time_us")
+        moment(record.made_at)
+        return record
+
+
+def _as_dictionary(record: object) -> dict[str, Any]:
+    return dict(record_to_json(record))
+
+
+def _record(kind: type[_Record], data: object) -> _Record:
+    try:
+        return record_from_json(kind, data)
+    except RecordError as problem:
+        raise PlanFormatError(str(problem)) from problem
+
+
+def _check_key(key: PlanKey) -> None:
+    for name, dims, strides in key.sizes:
+        _require(
+            len(dims) == len(strides), f"sizes of {name}", (dims, strides), "a stride for each dimension"
+        )
+        _require(all(size >= 0 for size in dims), f"sizes of {name}", dims, "sizes of 0 or more")
+
+
+def _check_plan(plan: Plan) -> None:
+    _require(
+        plan.candidate.engine in ENGINES, "engine", plan.candidate.engine, f"one of {', '.join(ENGINES)}"
+    )
+    _require(plan.checked_on in CHECKED_ON, "checked_on", plan.checked_on, f"one of {', '.join(CHECKED_ON)}")
+    _require(plan.timed == (plan.time_us is not None), "time_us", plan.time_us, "a time if and only if timed")
+    _require_not_negative(
+        plan, "workspace_bytes", "time_us", "spread_us", "torch_time_us", "candidates_timed"
+    )
+    for error in (plan.error, plan.torch_error):
+        if error is not None:
+            _require_not_negative(error, "largest", "rms")
+    if plan.blob_sha256 is not None:
+        _require(
+            _SHA256.fullmatch(plan.blob_sha256) is not None, "blob_sha256", plan.blob_sha256, "64 hex digits"
+        )
+    moment(plan.made_at)
+
+
+def _require_not_negative(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        _require(value is None or value >= 0, name, value, "0 or more")
+
+
+def _require(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise PlanFormatError(f"{name} is {ascii(value)[:60]}, expected {expected}")

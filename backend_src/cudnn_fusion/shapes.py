@@ -45,18 +45,21 @@ class BucketChoice:
     """How a request's sizes are served.
 
     ``kind`` is ``exact_shape``, ``padded`` (the smallest bucket that holds it, along the batch axis only),
-    ``split`` (larger than the largest bucket) or ``none`` (no tuned bucket fits; ``parts`` is then one part at
-    the request's own sizes).
+    ``split`` (larger than the largest bucket) or ``none`` (no tuned bucket fits; ``parts`` then have the
+    request's own sizes).
     """
 
     kind: str
     parts: tuple[Part, ...]
 
 
-def choose(request: Bucket, tuned: Iterable[Bucket], batch_axis: str | None) -> BucketChoice:
+def choose(
+    request: Bucket, tuned: Iterable[Bucket], batch_axis: str | None, batch_maximum: int | None = None
+) -> BucketChoice:
     """Picks buckets for ``request``: never one smaller than what runs in it.
 
-    Padding is only done along ``batch_axis``: along any other axis it could change the answer.
+    Padding is only done along ``batch_axis``: along any other axis it could change the answer. Untuned sizes
+    run as they are, in parts of ``batch_maximum`` rows at most (None: no limit).
     """
     if batch_axis is None:
         kind = "exact_shape" if request in set(tuned) else "none"
@@ -65,16 +68,17 @@ def choose(request: Bucket, tuned: Iterable[Bucket], batch_axis: str | None) -> 
     fitting = sorted(
         bucket.size(batch_axis) for bucket in tuned if bucket.with_size(batch_axis, rows) == request
     )
-    if not fitting:
-        return BucketChoice("none", (Part(request, 0, rows),))
+    largest = fitting[-1] if fitting else (batch_maximum or rows)
     parts: list[Part] = []
     start = 0
-    while rows - start > fitting[-1]:
-        parts.append(Part(request.with_size(batch_axis, fitting[-1]), start, fitting[-1]))
-        start += fitting[-1]
+    while rows - start > largest:
+        parts.append(Part(request.with_size(batch_axis, largest), start, largest))
+        start += largest
     rest = rows - start
-    smallest = next(size for size in fitting if size >= rest)
-    parts.append(Part(request.with_size(batch_axis, smallest), start, rest))
+    last = next((size for size in fitting if size >= rest), rest)
+    parts.append(Part(request.with_size(batch_axis, last), start, rest))
+    if not fitting:
+        return BucketChoice("none", tuple(parts))
     if len(parts) > 1:
         return BucketChoice("split", tuple(parts))
-    return BucketChoice("exact_shape" if smallest == rest else "padded", tuple(parts))
+    return BucketChoice("exact_shape" if last == rest else "padded", tuple(parts))

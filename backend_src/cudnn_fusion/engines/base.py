@@ -1,0 +1,74 @@
+"""What an engine is: a library that can run segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cudnn_fusion.plan import Candidate
+from cudnn_fusion.segment import Dims, Segment
+
+Sizes = Mapping[str, Dims]
+Operands = Mapping[str, torch.Tensor]
+
+
+class CandidateRejectedError(Exception):
+    """A candidate cannot be built or a plan cannot be loaded; the message is the reason, one line."""
+
+
+@dataclass(frozen=True)
+class BuiltPlan:
+    """A candidate made into a plan. ``candidate`` may say more than the one that was asked for.
+
+    ``blob`` is the serialized plan, or None for an engine that needs none.
+    """
+
+    candidate: Candidate
+    blob: bytes | None
+    workspace_bytes: int
+    behavior_notes: tuple[str, ...] = ()
+    selected_engine: str = ""
+
+
+class ReadyPlan(Protocol):
+    """A plan loaded on this device."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that ``run`` needs as workspace."""
+        ...
+
+    def run(
+        self, operands: Operands, workspace: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Computes ``y`` from packed operands on the current stream, into ``out`` if it is given.
+
+        ``workspace`` holds at least ``workspace_bytes`` bytes (dtype uint8, 16-byte aligned).
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Builds and loads plans for segments at given sizes."""
+
+    @property
+    def name(self) -> str:
+        """``cudnn`` or ``torch``."""
+        ...
+
+    def candidates(self, segment: Segment, sizes: Sizes) -> list[Candidate]:
+        """Every way to run the segment, the engine's own preference first. Empty if it supports none."""
+        ...
+
+    def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
+        """Plans and compiles. Raises CandidateRejectedError."""
+        ...
+
+    def load(
+        self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
+    ) -> ReadyPlan:
+        """Makes a built plan ready on this device. Raises CandidateRejectedError."""
+        ...

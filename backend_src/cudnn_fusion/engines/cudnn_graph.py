@@ -1,0 +1,347 @@
+"""Segments as cuDNN graphs.
+
+One form of a segment is one operation graph: either of all its operations (fused) or of its first ones, with
+the rest left to torch. Each execution plan that cuDNN's heuristics name for a form is a candidate. A plan
+always runs from its serialized form, while tuning too: what is checked is what will be served.
+
+A graph can be planned for a described device on a machine without a GPU (`cudnn.create_device_properties`);
+such an engine builds plans and cannot load them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes
+from cudnn_fusion.evaluate import pointwise
+from cudnn_fusion.plan import Candidate
+from cudnn_fusion.segment import ACTIVATIONS, OUTPUT, Operation, Segment, empty, packed_strides
+
+ALIGNMENT_BYTES = 16
+"""What cuDNN assumes of every buffer; `execute` does not check it."""
+
+PLANS_PER_FORM = (48, 24, 8)
+"""How many plans of each of `forms` are candidates: winners sat at index 29 and 34 of fused forms."""
+
+
+def _cudnn() -> Any:
+    """The frontend, imported when first needed: it is heavy and absent on machines that never plan."""
+    from cudnn_fusion.preflight import load_cudnn
+
+    load_cudnn()
+    import cudnn
+
+    return cudnn
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The first ``head`` operations of a segment as one operation graph; the rest in torch."""
+
+    segment: Segment
+    head: int
+    plan_limit: int
+
+    @property
+    def name(self) -> str:
+        return "+".join(op.kind for op in self.segment.operations[: self.head])
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Operands of the graph in uid order: uid = position + 1, ``y`` last."""
+        taken = {"x"} | {op.operand for op in self.segment.operations[: self.head] if op.operand}
+        return (*(o.name for o in self.segment.inputs if o.name in taken), OUTPUT)
+
+    @property
+    def tail(self) -> tuple[Operation, ...]:
+        return self.segment.operations[self.head :]
+
+
+def forms(segment: Segment) -> list[_Form]:
+    """The whole chain; the chain up to its activation; the convolution and its bias."""
+    kinds = [op.kind for op in segment.operations]
+    heads = [len(kinds)]
+    activation = next((i for i, kind in enumerate(kinds) if kind in ACTIVATIONS), None)
+    if activation is not None:
+        heads.append(activation + 1)
+    heads.append(2 if kinds[1:2] == ["bias"] else 1)
+    return [
+        _Form(segment, head, limit) for head, limit in zip(dict.fromkeys(heads), PLANS_PER_FORM, strict=False)
+    ]
+
+
+class CudnnEngine:
+    """Plans, builds and runs cuDNN graphs on CUDA device ``device``, or plans for ``target``.
+
+    ``target`` is a device description as `cudnn.create_device_properties` takes it. ``workspace_limit_bytes``
+    bars plans that need more.
+    """
+
+    name = "cudnn"
+
+    def __init__(
+        self,
+        device: torch.device,
+        target: Mapping[str, Any] | None = None,
+        workspace_limit_bytes: int = 1 << 30,
+    ) -> None:
+        self.device = device
+        self.target = target
+        self.workspace_limit_bytes = workspace_limit_bytes
+        self._threads = threading.local()
+        self._planned = functools.lru_cache(maxsize=4)(self._plan)
+
+    def candidates(self, segment: Segment, sizes: Sizes) -> list[Candidate]:
+        """All plans of all forms, cuDNN's order (modes A, B, FALLBACK), fused forms first."""
+        found: list[Candidate] = []
+        for form in forms(segment):
+            try:
+                found += list(self._planned(form, _freeze(sizes))[1])
+            except CandidateRejectedError:
+                continue
+        return found
+
+    def unsupported(self, segment: Segment, sizes: Sizes) -> list[tuple[str, str]]:
+        """(form, reason) for every form that cuDNN has no plan for."""
+        reasons: list[tuple[str, str]] = []
+        for form in forms(segment):
+            try:
+                self._planned(form, _freeze(sizes))
+            except CandidateRejectedError as error:
+                reasons.append((form.name, str(error)))
+        return reasons
+
+    def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
+        """Builds the plan of this name, else the one with these engine and knobs, and serializes it."""
+        cudnn = _cudnn()
+        form = _form_named(segment, candidate.form)
+        graph, listed = self._planned(form, _freeze(sizes))
+        try:
+            index = self._index(graph, listed, candidate)
+            graph.build_plan_at_index(index)
+            workspace_bytes = int(graph.get_workspace_size_plan_at_index(index))
+            if workspace_bytes > self.workspace_limit_bytes:
+                raise CandidateRejectedError(
+                    f"needs {workspace_bytes} bytes of workspace; the limit is {self.workspace_limit_bytes}"
+                )
+            notes = tuple(sorted(_last_word(n) for n in graph.get_behavior_notes_for_plan_at_index(index)))
+            blob = graph.serialize(as_bytes=True)
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
+            if "Deselecting" in str(error):
+                raise CandidateRejectedError("not strict fp32: tensor cores or narrowed inputs") from error
+            raise CandidateRejectedError(f"not built: {_one_line(error)}") from error
+        built = next((c for c in listed if c.plan_name == candidate.plan_name), candidate)
+        return BuiltPlan(built, bytes(blob), workspace_bytes, notes, str(graph.selected_engine or ""))
+
+    def load(
+        self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
+    ) -> CudnnPlan:
+        """Deserializes. The blob's checksum has been verified before: cuDNN does not check it."""
+        if blob is None:
+            raise CandidateRejectedError("a cuDNN plan without its blob")
+        if self.target is not None:
+            raise CandidateRejectedError("planned for a described device: cannot be loaded on this machine")
+        form = _form_named(segment, candidate.form)
+        cudnn = _cudnn()
+        try:
+            graph = cudnn.pygraph(handle=self._handle())
+            graph.deserialize(self._handle(), blob)
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
+            raise CandidateRejectedError(f"not loaded: {_one_line(error)}") from error
+        return CudnnPlan(
+            graph=graph,
+            engine=self,
+            names=form.operands,
+            uids=tuple(range(1, len(form.operands) + 1)),
+            tail=form.tail,
+            out_dims=tuple(sizes[OUTPUT]),
+            workspace_bytes=workspace_bytes,
+        )
+
+    def stream_handle(self) -> Any:
+        """This thread's handle, set to torch's current stream."""
+        handle = self._handle()
+        _cudnn().set_stream(handle=handle, stream=torch.cuda.current_stream(self.device).cuda_stream)
+        return handle
+
+    def _handle(self) -> Any:
+        # One handle a thread: cuDNN forbids sharing, and loading a blob swaps a handle's stream for a moment.
+        if not hasattr(self._threads, "handle"):
+            with torch.cuda.device(self.device):
+                self._threads.handle = _cudnn().create_handle()
+        return self._threads.handle
+
+    def _plan(
+        self, form: _Form, sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    ) -> tuple[Any, list[Candidate]]:
+        """The operation graph of a form with its plans listed, none built."""
+        cudnn = _cudnn()
+        try:
+            graph = self._operation_graph(form, dict(sizes))
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK])
+            if form.segment.precision == "fp32":
+                notes = cudnn.numerical_note
+                graph.deselect_numeric_notes([notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS])
+            graph.check_support()
+            count = min(int(graph.get_execution_plan_count()), form.plan_limit)
+            listed = [_listed(graph, form, index) for index in range(count)]
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
+            raise CandidateRejectedError(f"cuDNN has no plan for {form.name}: {_one_line(error)}") from error
+        return graph, listed
+
+    def _index(self, graph: Any, listed: list[Candidate], candidate: Candidate) -> int:
+        for index, other in enumerate(listed):
+            if other.plan_name == candidate.plan_name:
+                return index
+        if candidate.engine_id is None or not candidate.replayable:
+            raise CandidateRejectedError(f"no plan is called {candidate.plan_name} here")
+        knob_type = _cudnn().knob_type
+        knobs = {getattr(knob_type, name): value for name, value in candidate.knobs}
+        graph.create_execution_plan(candidate.engine_id, knobs)
+        return int(graph.get_execution_plan_count()) - 1
+
+    def _operation_graph(self, form: _Form, sizes: Sizes) -> Any:
+        cudnn = _cudnn()
+        place: dict[str, Any] = (
+            {"handle": self._handle()}
+            if self.target is None
+            else {
+                "device_property": cudnn.create_device_properties(json.dumps(dict(self.target))),
+                "sm_version": int(self.target["deviceVer"]) // 10,
+            }
+        )
+        floating = cudnn.data_type.FLOAT
+        graph = cudnn.pygraph(intermediate_data_type=floating, compute_data_type=floating, **place)
+        tensors = {
+            name: graph.tensor(
+                name=name,
+                uid=uid,
+                dim=list(sizes[name]),
+                stride=list(packed_strides(sizes[name], form.segment.operand(name).layout)),
+                data_type=_data_type(form.segment.operand(name).dtype),
+            )
+            for uid, name in enumerate(form.operands[:-1], start=1)
+        }
+        value = tensors["x"]
+        for operation in form.segment.operations[: form.head]:
+            value = _append(graph, operation, value, tensors)
+        value.set_output(True).set_data_type(_data_type(form.segment.operand(OUTPUT).dtype))
+        value.set_uid(len(form.operands))
+        value.set_dim(list(sizes[OUTPUT]))
+        value.set_stride(list(packed_strides(sizes[OUTPUT], "channels_last")))
+        return graph
+
+
+@dataclass
+class CudnnPlan:
+    """A deserialized plan, and the torch operations that follow it if its form does not cover the segment."""
+
+    graph: Any
+    engine: CudnnEngine
+    names: tuple[str, ...]
+    uids: tuple[int, ...]
+    tail: tuple[Operation, ...]
+    out_dims: tuple[int, ...]
+    workspace_bytes: int
+
+    def run(
+        self, operands: Operands, workspace: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `ReadyPlan.run`."""
+        x = operands["x"]
+        head_out = out
+        if out is None or self.tail:
+            head_out = empty(self.out_dims, "channels_last", x.dtype, x.device)
+        assert head_out is not None
+        buffers = [_aligned(operands[name]) for name in self.names[:-1]]
+        pointers = [*(buffer.data_ptr() for buffer in buffers), head_out.data_ptr()]
+        self.graph.execute(pointers, workspace, self.engine.stream_handle(), tensor_uids=self.uids)
+        if not self.tail:
+            return head_out
+        result = _run_tail(self.tail, head_out, operands)
+        return result if out is None else out.copy_(result)
+
+
+def _run_tail(tail: tuple[Operation, ...], value: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """The operations in torch; a scale with the shift behind it in one kernel."""
+    index = 0
+    while index < len(tail):
+        operation = tail[index]
+        following = tail[index + 1] if index + 1 < len(tail) else None
+        if operation.kind == "scale" and following is not None and following.kind == "shift":
+            scale, shift = operands[str(operation.operand)], operands[str(following.operand)]
+            value = torch.addcmul(shift, value, scale)
+            index += 2
+        else:
+            value = pointwise(operation, value, operands)
+            index += 1
+    return value
+
+
+def _append(graph: Any, operation: Operation, value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Adds one operation to the graph and gives its virtual result."""
+    kind = operation.kind
+    if kind == "conv2d":
+        return graph.conv_fprop(
+            value,
+            tensors["w"],
+            pre_padding=list(operation.attribute("padding_before")),
+            post_padding=list(operation.attribute("padding_after")),
+            stride=list(operation.attribute("stride")),
+            dilation=list(operation.attribute("dilation")),
+        )
+    if kind in ("bias", "shift", "add"):
+        return graph.add(value, tensors[str(operation.operand)])
+    if kind == "scale":
+        return graph.mul(value, tensors[str(operation.operand)])
+    if kind == "relu6":
+        return graph.relu(value, lower_clip=0.0, upper_clip=6.0)
+    if kind == "leaky_relu":
+        return graph.leaky_relu(value, negative_slope=float(operation.attribute("negative_slope")))
+    return getattr(graph, {"silu": "swish"}.get(kind, kind))(value)
+
+
+def _listed(graph: Any, form: _Form, index: int) -> Candidate:
+    name = str(graph.get_plan_name_at_index(index))
+    engine_id, knobs = graph.get_engine_and_knobs_at_index(index)
+    named = tuple(sorted((_last_word(knob), int(value)) for knob, value in knobs.items()))
+    # Knobs that this frontend has no name for all read as NOT_SET: one overwrites the other.
+    replayable = "NOT_SET" not in dict(named) and name.count("_k") == len(named)
+    return Candidate("cudnn", form.name, name, int(engine_id), named, replayable)
+
+
+def _form_named(segment: Segment, name: str) -> _Form:
+    for form in forms(segment):
+        if form.name == name:
+            return form
+    raise CandidateRejectedError(f"this segment has no form {name!r}")
+
+
+def _data_type(dtype: str) -> Any:
+    names = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
+    return getattr(_cudnn().data_type, names[dtype])
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
+
+
+def _freeze(sizes: Sizes) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple(sorted((name, tuple(dims)) for name, dims in sizes.items()))
+
+
+def _last_word(value: Any) -> str:
+    return str(value).rsplit(".", maxsplit=1)[-1]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,202 @@
+"""One bucket of one model, ready to run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cudnn_fusion.engines.base import Sizes
+from cudnn_fusion.interpreter import Interpreter, Replacement, infer_shapes
+from cudnn_fusion.lowered import Program
+from cudnn_fusion.partition import Partition, SegmentSite
+from cudnn_fusion.plan_cache import Served, worst
+from cudnn_fusion.segment import to_layout
+from cudnn_fusion.shapes import Bucket
+
+WARM_UP_RUNS = 2
+
+
+@dataclass
+class Resources:
+    """What all executors of an instance share: the weights, one workspace, one CUDA-graph pool, one stream.
+
+    Executors run in order on ``stream``; the outputs of one leave its buffers before the next runs.
+    """
+
+    program: Program
+    partition: Partition
+    device: torch.device
+    weights: Mapping[str, torch.Tensor] = field(init=False)
+    stream: torch.cuda.Stream | None = field(init=False, default=None)
+    pool: Any = field(init=False, default=None)
+    workspace: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = _laid_out(self.program, self.partition, self.device)
+        self.workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)
+            self.pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, each storage once."""
+        storages = {
+            w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in self.weights.values()
+        }
+        return sum(storages.values())
+
+    def workspace_of(self, size_bytes: int) -> torch.Tensor:
+        """The shared workspace, grown if it is smaller; captured graphs keep the one they were made with."""
+        if self.workspace.numel() < size_bytes:
+            self.workspace = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        return self.workspace
+
+    def segment_sizes(self, bucket: Bucket) -> list[Sizes]:
+        """Dims of every operand of every site at a bucket, in the order of ``partition.sites``."""
+        shapes = infer_shapes(self.program, dict(bucket.sizes))
+        return [site_sizes(site, shapes, self.program) for site in self.partition.sites]
+
+
+def site_sizes(site: SegmentSite, shapes: Mapping[str, tuple[int, ...]], program: Program) -> Sizes:
+    """Dims of a site's operands; per-channel ones are [1,K,1,1] however the program shapes them."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for operand in site.segment.operands:
+        if operand.role == "weight":
+            weight = program.weights[site.value(operand.name)]
+            sizes[operand.name] = tuple(weight.shape) if operand.name == "w" else (1, weight.numel(), 1, 1)
+        else:
+            sizes[operand.name] = shapes[site.value(operand.name)]
+    return sizes
+
+
+def site_weights(site: SegmentSite, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A site's weights by operand name, with the dims that `site_sizes` gives; views, no copies."""
+    bound: dict[str, torch.Tensor] = {}
+    for operand in site.segment.inputs:
+        if operand.role == "weight":
+            weight = weights[site.value(operand.name)]
+            bound[operand.name] = weight if operand.name == "w" else weight.reshape(1, -1, 1, 1)
+    return bound
+
+
+class Executor:
+    """Static inputs, the program with its segments served by plans, and on a GPU one CUDA graph of it all.
+
+    ``served`` is in the order of ``partition.sites``. With ``capture`` False nothing is captured, as for a
+    size that is served once. Building runs the program, so it is never done on the request path of a tuned
+    bucket.
+    """
+
+    def __init__(self, resources: Resources, bucket: Bucket, served: Sequence[Served], capture: bool) -> None:
+        self.bucket = bucket
+        self.origins = Counter(s.origin for s in served)
+        self.origin = worst(self.origins)
+        self._resources = resources
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: list[torch.Tensor] = []
+        device = resources.device
+        started = time.perf_counter()
+        before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        workspace = resources.workspace_of(max((s.ready.workspace_bytes for s in served), default=0))
+        self._interpreter = Interpreter(
+            resources.program,
+            resources.weights,
+            device,
+            [
+                _replacement(site, plan, resources.weights, workspace)
+                for site, plan in zip(resources.partition.sites, served, strict=True)
+            ],
+        )
+        self.inputs = [
+            torch.zeros(input_dims(spec.shape, bucket), dtype=getattr(torch, spec.dtype), device=device)
+            for spec in resources.program.inputs
+        ]
+        # An output may be an input or a weight itself, and must not change with it after it was handed out.
+        self._static = {_storage(t) for t in (*self.inputs, *resources.weights.values())}
+        if capture and device.type == "cuda":
+            self._capture()
+        self.bytes = sum(t.numel() * t.element_size() for t in self.inputs)
+        if device.type == "cuda":
+            self.bytes = max(self.bytes, torch.cuda.memory_reserved(device) - before)
+        self.build_s = time.perf_counter() - started
+
+    @property
+    def captured(self) -> bool:
+        """Whether outputs are the CUDA graph's own buffers, to be copied before any executor runs again."""
+        return self._graph is not None
+
+    def run(self) -> list[torch.Tensor]:
+        """Runs on what ``inputs`` hold; the outputs, row-major, are valid until any executor runs again.
+
+        On a GPU the work is queued on the shared stream, which the caller has made current.
+        """
+        if self._graph is None:
+            outputs = self._interpreter.run(self.inputs)
+            return [o.clone() if _storage(o) in self._static else o for o in outputs]
+        self._graph.replay()
+        return self._outputs
+
+    def _capture(self) -> None:
+        stream = self._resources.stream
+        assert stream is not None
+        stream.wait_stream(torch.cuda.current_stream(self._resources.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                self._interpreter.run(self.inputs)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._resources.pool, stream=stream, capture_error_mode="thread_local"
+        ):
+            self._outputs = self._interpreter.run(self.inputs)
+        self._graph = graph
+
+
+def input_dims(shape: Sequence[int | str], bucket: Bucket) -> tuple[int, ...]:
+    """An input's dims at a bucket: named axes take the bucket's sizes."""
+    return tuple(size if isinstance(size, int) else bucket.size(size) for size in shape)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _replacement(
+    site: SegmentSite, served: Served, weights: Mapping[str, torch.Tensor], workspace: torch.Tensor
+) -> Replacement:
+    names = [o.name for o in site.segment.inputs if o.role == "input"]
+    return Replacement(
+        covers=site.covers,
+        inputs=tuple(site.value(name) for name in names),
+        output=site.value("y"),
+        run=_segment_call(names, site_weights(site, weights), served, workspace),
+    )
+
+
+def _segment_call(
+    names: Sequence[str], bound: Mapping[str, torch.Tensor], served: Served, workspace: torch.Tensor
+) -> Callable[..., torch.Tensor]:
+    run = served.ready.run
+
+    def call(*values: torch.Tensor) -> torch.Tensor:
+        operands = dict(bound)
+        for name, value in zip(names, values, strict=True):
+            operands[name] = to_layout(value, "channels_last")
+        return run(operands, workspace)
+
+    return call
+
+
+def _laid_out(program: Program, partition: Partition, device: torch.device) -> dict[str, torch.Tensor]:
+    """Weights on the device, each once; those of segments' convolutions in channels-last."""
+    convolved = {site.value("w") for site in partition.sites}
+    return {
+        name: to_layout(weight.to(device), "channels_last") if name in convolved else weight.to(device)
+        for name, weight in program.weights.items()
+    }

@@ -1,0 +1,286 @@
+"""One model instance: opens what a version directory holds, and answers lists of requests."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudnn_fusion import lowered, preflight
+from cudnn_fusion.engines.base import Engine
+from cudnn_fusion.engines.cudnn_graph import CudnnEngine
+from cudnn_fusion.engines.torch_eager import TorchEngine, configure
+from cudnn_fusion.environment import (
+    Compatibility,
+    cpu_compatibility,
+    cuda_compatibility,
+    current_provenance,
+)
+from cudnn_fusion.metrics import Labels, Metrics
+from cudnn_fusion.plan_cache import PlanCache, worst
+from cudnn_fusion.plan_store import PlanStore
+from cudnn_fusion.requests import (
+    TRITON_TYPES,
+    BadRequestError,
+    Incoming,
+    copy_in,
+    cut_out,
+    describe,
+    group,
+    parse,
+)
+from cudnn_fusion.served_model import LoadReport, ServedModel
+from cudnn_fusion.settings import Settings
+from cudnn_fusion.shapes import BucketChoice
+
+_LOG = logging.getLogger(__name__)
+
+LOWERED = "lowered"
+PLANS = "plans"
+
+
+class ServingError(Exception):
+    """A model cannot be served at all; the message says what is wrong and what to do."""
+
+
+class Clock:
+    """Seconds of each part of loading."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Books the time since the last lap under ``name``."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device with the engines that work there and the environment that plans are looked up for."""
+
+    device: torch.device
+    engines: Mapping[str, Engine]
+    compatibility: Compatibility
+    findings: tuple[preflight.Finding, ...] = ()
+
+    @property
+    def errors(self) -> list[preflight.Finding]:
+        """Findings because of which plans are off."""
+        return [finding for finding in self.findings if finding.level == "error"]
+
+
+def place(device: torch.device) -> Place:
+    """Checks the device and opens its engines. On a GPU with preflight errors there is torch alone."""
+    engines: dict[str, Engine] = {"torch": TorchEngine(device)}
+    if device.type == "cpu":
+        return Place(device, engines, cpu_compatibility())
+    torch.cuda.set_device(device)
+    findings = tuple(preflight.check_gpu(device.index or 0))
+    if not any(finding.level == "error" for finding in findings):
+        engines["cudnn"] = CudnnEngine(device)
+        return Place(device, engines, cuda_compatibility(device.index or 0), findings)
+    return Place(device, engines, Compatibility("cuda", torch.cuda.get_device_name(device)), findings)
+
+
+def instance_device(kind: str, device_id: str) -> torch.device:
+    """The device that Triton gave an instance: KIND_GPU does not select it by itself. Raises ServingError."""
+    if kind != "GPU":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ServingError(
+            "instance_group asks for KIND_GPU, but torch sees no GPU; use KIND_CPU, or install a CUDA "
+            "build of torch and check CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", int(device_id))
+
+
+@dataclass
+class Instance:
+    """What `TritonPythonModel` delegates to."""
+
+    model: ServedModel
+    place: Place
+    clock: Clock
+    report: LoadReport = field(default_factory=LoadReport)
+
+    @classmethod
+    def open(
+        cls, version_directory: Path, device: torch.device, settings: Settings, clock: Clock
+    ) -> Instance:
+        """Reads the lowered program and builds the tuned buckets. Raises ServingError."""
+        try:
+            program = lowered.read(version_directory / LOWERED)
+        except lowered.ProgramError as error:
+            raise ServingError(f"{error}; export the model again with tools/export.py") from error
+        clock.lap("read")
+        configure(program.precision)
+        here = place(device)
+        for finding in here.findings:
+            level = {"error": logging.ERROR, "warning": logging.WARNING}.get(finding.level, logging.INFO)
+            _LOG.log(level, "preflight: %s %s", finding.what, finding.do)
+        clock.lap("preflight")
+        stores = [PlanStore(version_directory / PLANS)]
+        if settings.plan_overlay is not None:
+            stores.insert(0, PlanStore(settings.plan_overlay))
+        cache = PlanCache(
+            stores, here.compatibility, current_provenance(here.compatibility.kind), here.engines, device
+        )
+        instance = cls(ServedModel(program, cache, stores, settings), here, clock)
+        clock.lap("weights")
+        if device.type == "cuda":
+            # Torch's own choice of algorithm is timed only while loading, never for a request.
+            torch.backends.cudnn.benchmark = True
+        instance.report = instance.model.load()
+        torch.backends.cudnn.benchmark = False
+        clock.seconds["plans"] = instance.report.plans_s
+        clock.seconds["executors"] = instance.report.executors_s
+        return instance
+
+    def check_config(self, config: Mapping[str, Any]) -> None:
+        """Raises ServingError when config.pbtxt does not describe the program."""
+        program = self.model.program
+        batched = int(config.get("max_batch_size", 0)) > 0
+        if batched and program.batch_axis is None:
+            raise ServingError(
+                "max_batch_size is set, but the program has no batch axis along which rows are independent; "
+                "set max_batch_size: 0 and give full dims"
+            )
+        given = {item["name"]: item for item in config["input"]}
+        if set(given) != {spec.name for spec in program.inputs}:
+            expected = ", ".join(f"{s.name} {TRITON_TYPES[s.dtype]} {describe(s)}" for s in program.inputs)
+            raise ServingError(f"inputs are {', '.join(sorted(given))}; the program takes {expected}")
+        outputs = {spec.name: spec for spec in program.outputs}
+        for item in config["output"]:
+            if item["name"] not in outputs:
+                raise ServingError(
+                    f"output {item['name']!r} is unknown; the program gives {', '.join(outputs)}"
+                )
+        for specs, items in ((program.inputs, config["input"]), (program.outputs, config["output"])):
+            for item in items:
+                spec = next(s for s in specs if s.name == item["name"])
+                expected = f"TYPE_{TRITON_TYPES[spec.dtype]}"
+                if item["data_type"] != expected:
+                    raise ServingError(f"{item['name']!r} is {item['data_type']}; the program has {expected}")
+
+    def execute(self, requests: Sequence[Any], pb_utils: Any, metrics: Metrics) -> list[Any]:
+        """One response for each request, in order."""
+        program = self.model.program
+        responses: list[Any] = [None] * len(requests)
+        incoming: list[Incoming] = []
+        for index, request in enumerate(requests):
+            try:
+                incoming.append(parse(index, request, program))
+            except BadRequestError as error:
+                responses[index] = _error(pb_utils, str(error), pb_utils.TritonError.INVALID_ARG)
+                metrics.add("errors_total", 1, reason="invalid")
+        counts: Counter[Labels] = Counter()
+        for together in group(incoming, program.batch_axis):
+            try:
+                labels = self._run(together)
+            except Exception as error:
+                # Whatever one group meets is its own: the others are answered.
+                _LOG.exception("requests of %s failed", together[0].bucket.name)
+                for request in together:
+                    responses[request.index] = _error(pb_utils, str(error), pb_utils.TritonError.INTERNAL)
+                metrics.add("errors_total", len(together), reason="failed")
+                continue
+            counts[labels] += len(together)
+            for request in together:
+                responses[request.index] = self._response(request, pb_utils)
+        metrics.served(counts)
+        return responses
+
+    def _run(self, requests: Sequence[Incoming]) -> Labels:
+        """Runs a group of requests; gives how it was served."""
+        model, axis = self.model, self.model.program.batch_axis
+        bucket = requests[0].bucket
+        if axis is not None:
+            bucket = bucket.with_size(axis, sum(request.rows(axis) for request in requests))
+        choice = model.choose(bucket)
+        origins: list[str] = []
+        with model.lock, torch.inference_mode(), self._stream():
+            for part in choice.parts:
+                executor, _ = model.executor(part.bucket)
+                copy_in(requests, part, axis, executor.inputs)
+                cut_out(requests, part, axis, executor.run(), executor.captured)
+                origins.append(executor.origin)
+            if self.place.device.type == "cuda":
+                torch.cuda.current_stream(self.place.device).synchronize()
+        return (("bucket", _bucket_label(choice)), ("choice", choice.kind), ("origin", worst(origins)))
+
+    def _stream(self) -> Any:
+        # On a CPU there is none, which torch takes as "change nothing".
+        return torch.cuda.stream(self.model.resources.stream)
+
+    def _response(self, request: Incoming, pb_utils: Any) -> Any:
+        # By DLPack: an array of numpy 2 arrives empty on older servers, and BF16 has no numpy type.
+        tensors = [
+            pb_utils.Tensor.from_dlpack(spec.name, tensor)
+            for spec, tensor in zip(self.model.program.outputs, request.outputs, strict=True)
+            if spec.name in request.requested
+        ]
+        return pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def report_load(self, metrics: Metrics) -> None:
+        """Sets the metrics that loading decides."""
+        origins: Counter[str] = Counter()
+        for executor in self.model.live:
+            origins.update(executor.origins)
+        for origin, count in origins.items():
+            metrics.set("segments", count, origin=origin)
+        metrics.set("buckets", len(self.report.buckets), state="tuned")
+        metrics.set("buckets", len(self.report.skipped), state="skipped")
+        for part, seconds in self.clock.seconds.items():
+            metrics.set("load_seconds", seconds, part=part)
+        metrics.set("bytes", self.model.resources.weight_bytes, kind="weights")
+        metrics.set("bytes", self.model.resources.workspace.numel(), kind="workspace")
+        metrics.set("bytes", sum(e.bytes for e in self.model.live), kind="executors")
+        metrics.set("preflight_errors", len(self.place.errors))
+        # The server times no candidates; it builds one only in a child process, for recipes and heuristics.
+        metrics.add("candidates_total", self.model.cache.loads["planned"], stage="built")
+        metrics.add("candidates_total", 0, stage="timed")
+
+    def describe(self) -> str:
+        """One line for the log: what is served, in which time it was loaded, what it takes."""
+        origins: Counter[str] = Counter()
+        for executor in self.model.live:
+            origins.update(executor.origins)
+        seconds = ", ".join(f"{part} {value:.2f}" for part, value in self.clock.seconds.items())
+        buckets = " ".join(bucket.name for bucket in self.report.buckets) or "none"
+        text = (
+            f"program {self.model.program.sha256[:12]} {self.model.program.precision} "
+            f"on {self.place.device}; tuned buckets: {buckets}; segments: {dict(origins)}; seconds: {seconds}; "
+            f"MiB: weights {self.model.resources.weight_bytes / 2**20:.1f}, "
+            f"workspace {self.model.resources.workspace.numel() / 2**20:.1f}, "
+            f"executors {sum(e.bytes for e in self.model.live) / 2**20:.1f}"
+        )
+        for note in (*self.report.skipped, *self.model.reasons()):
+            text += f"\n  {note}"
+        return text
+
+    def close(self) -> None:
+        """Frees executors and stops background planning."""
+        self.model.close()
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)
+            torch.cuda.empty_cache()
+
+
+def _bucket_label(choice: BucketChoice) -> str:
+    """Untuned sizes share a label: there may be thousands of them."""
+    if choice.kind == "none":
+        return "untuned"
+    return "+".join(part.bucket.name for part in choice.parts) if len(choice.parts) <= 4 else "many"
+
+
+def _error(pb_utils: Any, message: str, code: Any) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))

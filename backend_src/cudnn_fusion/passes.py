@@ -1,0 +1,369 @@
+"""Rewrites of a lowered program that keep its answers and leave fewer operations to serve.
+
+Batch norm in inference is a scale and a shift per channel. Directly after a convolution both go into the
+convolution's weights. Anywhere else they stay: past a relu the scale would be applied to what was cut off,
+and in a following convolution the shift would also be added in the zero padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from cudnn_fusion.lowered import Argument, Constant, Dim, Node, Program, ProgramError, Ref, node_references
+
+_BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
+_CONV2D = "aten.conv2d.default"
+_SAME_VALUE = {
+    "aten.alias.default",
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.detach.default",
+    "aten.lift_fresh_copy.default",
+}
+
+
+def optimize(program: Program, originals: Mapping[str, torch.Tensor]) -> Program:
+    """``program`` after every pass.
+
+    ``originals`` holds the weights, by name, before they were cast to the program's precision; those missing
+    are taken from the program. ProgramError: a weight does not fit the program's data type.
+    """
+    program = remove_copies(program)
+    program = write_padding_out(program)
+    program = fold_batch_norms(program, originals)
+    program = write_batch_norms_out(program, originals)
+    program = remove_unused(program)
+    _check_range(program, originals)
+    return program
+
+
+def remove_copies(program: Program) -> Program:
+    """Takes out nodes whose value is their operand's: clones, detach, dropout, conversions to the same."""
+    dtypes = {spec.name: spec.dtype for spec in program.inputs}
+    dtypes |= {name: _dtype_name(weight) for name, weight in program.weights.items()}
+    dtypes |= {node.name: node.dtype for node in program.nodes if node.dtype}
+    same: dict[str, str] = {}
+    kept = []
+    for node in program.nodes:
+        renamed = _rename(node, same)
+        if _is_copy(renamed, dtypes):
+            source = renamed.args[0]
+            assert isinstance(source, Ref)
+            same[node.name] = source.name
+        else:
+            kept.append(renamed)
+    notes = [f"removed {len(same)} operations that only copy"] if same else []
+    return _rebuilt(program, kept, same, notes)
+
+
+def _is_copy(node: Node, dtypes: Mapping[str, str]) -> bool:
+    if not node.args or not isinstance(node.args[0], Ref):
+        return False
+    if node.op in _SAME_VALUE:
+        return True
+    if node.op == "aten.dropout.default":
+        return node.args[2] is False
+    if node.op in ("aten._to_copy.default", "aten.to.dtype"):
+        layout = dict(node.kwargs).get("layout")
+        strided = layout is None or layout == Constant("layout", "strided")
+        return strided and dtypes.get(node.args[0].name) == node.dtype
+    return False
+
+
+def write_padding_out(program: Program) -> Program:
+    """Gives every conv2d its seven arguments with padding in numbers.
+
+    ``same`` that needs one more element after than before becomes a pad node in front. Constant
+    ``aten.pad.default`` becomes ``aten.constant_pad_nd.default``.
+    """
+    names = _all_names(program)
+    shapes: dict[str, tuple[Dim, ...]] = {
+        name: tuple(weight.shape) for name, weight in program.weights.items()
+    }
+    shapes |= {spec.name: spec.shape for spec in program.inputs}
+    shapes |= {node.name: node.shape for node in program.nodes if node.shape is not None}
+    nodes: list[Node] = []
+    notes = []
+    for node in program.nodes:
+        if node.op == "aten.pad.default" and (len(node.args) < 3 or node.args[2] == "constant"):
+            value = node.args[3] if len(node.args) > 3 and node.args[3] is not None else 0.0
+            nodes.append(replace(node, op="aten.constant_pad_nd.default", args=(*node.args[:2], value)))
+        elif node.op == "aten.conv2d.padding":
+            made = _numeric_padding(node, shapes, names)
+            nodes += made
+            notes += [f"{node.name}: padding written out as a pad node"] if len(made) > 1 else []
+        elif node.op == _CONV2D:
+            nodes.append(replace(node, args=_conv_arguments(node)))
+        else:
+            nodes.append(node)
+    return _rebuilt(program, nodes, {}, notes)
+
+
+def _conv_arguments(node: Node) -> tuple[Argument, ...]:
+    defaults: tuple[Argument, ...] = (None, (1, 1), (0, 0), (1, 1), 1)
+    args = node.args + defaults[len(node.args) - 2 :]
+    stride, padding, dilation = (_pair(args[i]) for i in (3, 4, 5))
+    return (*args[:3], stride, padding, dilation, args[6])
+
+
+def _pair(value: Argument) -> Argument:
+    if isinstance(value, tuple):
+        return value * 2 if len(value) == 1 else value
+    return (value, value) if isinstance(value, int) else value
+
+
+def _numeric_padding(
+    node: Node, shapes: Mapping[str, tuple[Dim, ...]], names: Callable[[str], str]
+) -> list[Node]:
+    weight = node.args[1]
+    if not isinstance(weight, Ref) or weight.name not in shapes:
+        return [node]
+    x, _, bias, stride, mode, dilation, groups = _conv_arguments(node)
+    dilations = dilation if isinstance(dilation, tuple) else (1, 1)
+    kernel = [size for size in shapes[weight.name][2:] if isinstance(size, int)]
+    totals = [int(d) * (k - 1) if mode == "same" else 0 for d, k in zip(dilations, kernel, strict=True)]  # type: ignore[arg-type]
+    before = tuple(total // 2 for total in totals)
+    extra = [total % 2 for total in totals]
+    pads: list[Node] = []
+    if any(extra):
+        # The additional element goes after, in the order of constant_pad_nd: last dimension first.
+        pad = Node(
+            names(f"{node.name}_pad"),
+            "aten.constant_pad_nd.default",
+            (x, (0, extra[1], 0, extra[0]), 0.0),
+            (),
+            _extended(shapes.get(_name_of(x)), extra),
+            node.dtype,
+        )
+        pads, x = [pad], Ref(pad.name)
+    args: tuple[Argument, ...] = (x, weight, bias, stride, before, dilation, groups)
+    return [*pads, replace(node, op=_CONV2D, args=args)]
+
+
+def _extended(shape: tuple[Dim, ...] | None, extra: list[int]) -> tuple[Dim, ...] | None:
+    if shape is None:
+        return None
+    added = zip(shape[-2:], extra, strict=True)
+    return (*shape[:-2], *(dim + more if isinstance(dim, int) else f"{dim} + {more}" for dim, more in added))
+
+
+@dataclass(frozen=True)
+class _ScaleShift:
+    """A batch norm as y = x * scale + shift: both float64 [channels]."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+
+def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) -> Program:
+    """Folds every batch norm that alone reads a conv2d's result into that conv2d's weight and bias."""
+    nodes = {node.name: node for node in program.nodes}
+    uses = _use_counts(program)
+    weights = dict(program.weights)
+    names = _all_names(program)
+    changed: dict[str, Node] = {}
+    removed: set[str] = set()
+    same: dict[str, str] = {}
+    notes = []
+    for result, norm in _batch_norm_results(program):
+        conv = nodes.get(_name_of(norm.args[0]))
+        if conv is None or conv.op != _CONV2D or uses[conv.name] != 1:
+            continue
+        weight, bias = conv.args[1:3]
+        affine = _scale_shift(norm, program, originals)
+        if affine is None or _name_of(weight) not in weights or (bias and _name_of(bias) not in weights):
+            continue
+        dtype = weights[_name_of(weight)].dtype
+        new_weight, new_bias = names(f"{conv.name}.folded_weight"), names(f"{conv.name}.folded_bias")
+        full_weight = _full(_name_of(weight), program, originals)
+        full_bias = _full(_name_of(bias), program, originals) if bias else torch.zeros_like(affine.shift)
+        scale = affine.scale.reshape(-1, *[1] * (full_weight.dim() - 1))
+        weights[new_weight] = (full_weight * scale).to(dtype)
+        weights[new_bias] = (full_bias * affine.scale + affine.shift).to(dtype)
+        changed[conv.name] = replace(
+            conv, args=(conv.args[0], Ref(new_weight), Ref(new_bias), *conv.args[3:])
+        )
+        same[result.name] = conv.name
+        removed |= {norm.name, result.name}
+        notes.append(f"folded {norm.name} into {conv.name}")
+    kept = [_rename(changed.get(node.name, node), same) for node in program.nodes if node.name not in removed]
+    return _rebuilt(replace(program, weights=weights), kept, same, notes)
+
+
+def write_batch_norms_out(program: Program, originals: Mapping[str, torch.Tensor]) -> Program:
+    """Replaces the batch norms that are left by a multiplication and an addition per channel."""
+    weights = dict(program.weights)
+    names = _all_names(program)
+    written: dict[str, list[Node]] = {}
+    notes = []
+    for result, norm in _batch_norm_results(program):
+        affine = _scale_shift(norm, program, originals)
+        if affine is None or result.shape is None or result.dtype is None:
+            continue
+        written[norm.name] = []
+        written[result.name] = _multiply_add(result, norm, affine, weights, names)
+        notes.append(f"{norm.name} stays as scale and shift: it is not alone behind a conv2d")
+    nodes = [made for node in program.nodes for made in written.get(node.name, [node])]
+    return _rebuilt(replace(program, weights=weights), nodes, {}, notes)
+
+
+def _multiply_add(
+    result: Node,
+    norm: Node,
+    affine: _ScaleShift,
+    weights: dict[str, torch.Tensor],
+    names: Callable[[str], str],
+) -> list[Node]:
+    assert result.shape is not None
+    assert result.dtype is not None
+    stored: torch.dtype = getattr(torch, result.dtype)
+    in_float32 = not _representable(affine, stored)
+    dtype = torch.float32 if in_float32 else stored
+    rank = len(result.shape)
+    scale, shift = names(f"{norm.name}.scale"), names(f"{norm.name}.shift")
+    for name, values in ((scale, affine.scale), (shift, affine.shift)):
+        weights[name] = values.to(dtype).reshape(1, -1, *[1] * (rank - 2))
+    if not in_float32:
+        product = Node(
+            names(f"{result.name}_scaled"),
+            "aten.mul.Tensor",
+            (norm.args[0], Ref(scale)),
+            (),
+            result.shape,
+            result.dtype,
+        )
+        return [product, replace(result, op="aten.add.Tensor", args=(Ref(product.name), Ref(shift)))]
+    name = result.name
+    wide, product, total = (names(f"{name}_{step}") for step in ("float32", "scaled", "shifted"))  # type: ignore[assignment]
+    return [
+        _conversion(str(wide), norm.args[0], result, "float32"),
+        Node(str(product), "aten.mul.Tensor", (Ref(str(wide)), Ref(scale)), (), result.shape, "float32"),
+        Node(str(total), "aten.add.Tensor", (Ref(str(product)), Ref(shift)), (), result.shape, "float32"),
+        _conversion(name, Ref(str(total)), result, result.dtype),
+    ]
+
+
+def _conversion(name: str, source: Argument, like: Node, dtype: str) -> Node:
+    kwargs = (("dtype", Constant("dtype", dtype)),)
+    return Node(name, "aten._to_copy.default", (source,), kwargs, like.shape, dtype)
+
+
+def _representable(affine: _ScaleShift, dtype: torch.dtype) -> bool:
+    """Whether scale and shift keep full precision in ``dtype``: no overflow, no subnormal scale."""
+    limits = torch.finfo(dtype)
+    sizes = affine.scale.abs()
+    small = bool(((sizes != 0) & (sizes < limits.smallest_normal)).any())
+    return not small and float(torch.maximum(sizes, affine.shift.abs()).max()) <= limits.max
+
+
+def _batch_norm_results(program: Program) -> list[tuple[Node, Node]]:
+    """Pairs of the node that takes a batch norm's first result, and the batch norm, if only that is used."""
+    norms = {node.name: node for node in program.nodes if node.op == _BATCH_NORM}
+    takers: dict[str, list[Node]] = {name: [] for name in norms}
+    for node in program.nodes:
+        for name in node_references(node):
+            if name in takers:
+                takers[name].append(node)
+    uses = _use_counts(program)
+    return [
+        (taken[0], norms[name])
+        for name, taken in takers.items()
+        if uses[name] == 1 and taken[0].op == "operator.getitem" and taken[0].args[1] == 0
+    ]
+
+
+def _scale_shift(norm: Node, program: Program, originals: Mapping[str, torch.Tensor]) -> _ScaleShift | None:
+    _, weight, bias, mean, variance, _, eps = norm.args
+    parts = [part for part in (weight, bias, mean, variance) if part is not None]
+    if any(_name_of(part) not in program.weights for part in parts) or not isinstance(eps, int | float):
+        return None
+    full_variance = _full(_name_of(variance), program, originals)
+    scale = torch.rsqrt(full_variance + eps)
+    if weight is not None:
+        scale = scale * _full(_name_of(weight), program, originals)
+    shift = -_full(_name_of(mean), program, originals) * scale
+    if bias is not None:
+        shift = shift + _full(_name_of(bias), program, originals)
+    return _ScaleShift(scale, shift)
+
+
+def _full(name: str, program: Program, originals: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return originals.get(name, program.weights[name]).detach().double()
+
+
+def remove_unused(program: Program) -> Program:
+    """Takes out nodes and weights that no output depends on."""
+    needed = {spec.value for spec in program.outputs}
+    kept = []
+    for node in reversed(program.nodes):
+        if node.name in needed:
+            kept.append(node)
+            needed.update(node_references(node))
+    weights = {name: weight for name, weight in program.weights.items() if name in needed}
+    return replace(program, nodes=tuple(kept[::-1]), weights=weights)
+
+
+def _check_range(program: Program, originals: Mapping[str, torch.Tensor]) -> None:
+    for name, weight in program.weights.items():
+        original = originals.get(name)
+        if not weight.is_floating_point() or bool(torch.isfinite(weight).all()):
+            continue
+        if original is None or bool(torch.isfinite(original).all()):
+            raise ProgramError(
+                f"weight {name!r} holds values beyond the range of {_dtype_name(weight)}; "
+                "use precision bf16 or fp32"
+            )
+
+
+def _use_counts(program: Program) -> Counter[str]:
+    """How often each value is read, outputs included."""
+    uses = Counter(name for node in program.nodes for name in node_references(node))
+    uses.update(spec.value for spec in program.outputs)
+    return uses
+
+
+def _name_of(argument: Argument) -> str:
+    return argument.name if isinstance(argument, Ref) else ""
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _all_names(program: Program) -> Callable[[str], str]:
+    """A function that makes names which the program does not have yet."""
+    taken = (
+        {spec.name for spec in program.inputs} | {node.name for node in program.nodes} | {*program.weights}
+    )
+
+    def fresh(wanted: str) -> str:
+        name, number = wanted, 1
+        while name in taken:
+            name, number = f"{wanted}_{number}", number + 1
+        taken.add(name)
+        return name
+
+    return fresh
+
+
+def _rename(node: Node, same: Mapping[str, str]) -> Node:
+    def renamed(argument: Argument) -> Argument:
+        if isinstance(argument, Ref):
+            return Ref(same.get(argument.name, argument.name))
+        if isinstance(argument, tuple):
+            return tuple(renamed(part) for part in argument)
+        return argument
+
+    if not any(name in same for name in node_references(node)):
+        return node
+    kwargs = tuple((key, renamed(value)) for key, value in node.kwargs)
+    return replace(node, args=tuple(renamed(part) for part in node.args), kwargs=kwargs)
+
+
+def _rebuilt(program: Program, nodes: list[Node], same: Mapping[str, str], notes: list[str]) -> Program:
+    outputs = tuple(replace(spec, value=same.get(spec.value, spec.value)) for spec in program.outputs)
+    return replace(program, nodes=tuple(nodes), outputs=outputs, notes=(*program.notes, *notes))

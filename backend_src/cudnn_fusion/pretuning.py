@@ -1,0 +1,212 @@
+"""Pre-tuning a model directory: which buckets, where unfinished work is kept, how it is published."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cudnn_fusion import devices, lowered
+from cudnn_fusion.engines.cudnn_graph import CudnnEngine
+from cudnn_fusion.engines.torch_eager import configure
+from cudnn_fusion.environment import current_provenance, target_compatibility
+from cudnn_fusion.executor import Resources
+from cudnn_fusion.instance import LOWERED, PLANS, place
+from cudnn_fusion.lowered import Program
+from cudnn_fusion.partition import partition
+from cudnn_fusion.plan_store import PlanStore
+from cudnn_fusion.preflight import cudnn_version
+from cudnn_fusion.shapes import Bucket
+from cudnn_fusion.tuner import Outcome, Samples, Tuner
+
+DEFAULT_BATCHES = 8
+"""How many batch sizes are tuned when none are named: powers of two up to the maximum, at most so many."""
+
+
+class PretuneError(Exception):
+    """Nothing can be tuned; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a pre-tuning run did. ``published`` counts plans copied into the model directory."""
+
+    outcomes: tuple[Outcome, ...]
+    published: int
+    built_candidates: int
+    timed_candidates: int
+
+    @property
+    def tuned(self) -> int:
+        """Segments x buckets that have a plan now."""
+        return sum(outcome.plan is not None for outcome in self.outcomes)
+
+
+@dataclass
+class Pretuning:
+    """A model directory opened for tuning on a device, or for planning for a target (a name or a file)."""
+
+    version_directory: Path
+    program: Program
+    tuner: Tuner
+    target: str | None
+    engine: CudnnEngine | None
+
+    @classmethod
+    def open(
+        cls,
+        model_directory: Path,
+        device: torch.device,
+        target: str | None = None,
+        staging: Path | None = None,
+        force: bool = False,
+    ) -> Pretuning:
+        """Raises PretuneError when there is no exported model, or nothing in it that a plan could serve."""
+        version_directory = latest_version(model_directory)
+        try:
+            program = lowered.read(version_directory / LOWERED)
+        except lowered.ProgramError as error:
+            raise PretuneError(f"{error}; export the model with tools/export.py") from error
+        configure(program.precision)
+        torch.backends.cudnn.benchmark = True
+        resources = Resources(program, partition(program), torch.device("cpu") if target else device)
+        if not resources.partition.sites:
+            raise PretuneError(
+                "no part of this model can be fused, so there is nothing to tune; it is served by torch. "
+                "tools/plans.py report says why for each operation"
+            )
+        known = [PlanStore(v / PLANS) for v in versions(model_directory)]
+        store = PlanStore(staging_directory(program, staging))
+        if target is None:
+            here = place(device)
+            if here.errors:
+                raise PretuneError("; ".join(f"{e.what} {e.do}" for e in here.errors))
+            engines, compatibility = list(here.engines.values()), here.compatibility
+            engine = None
+        else:
+            try:
+                description = devices.load(target)
+            except devices.DeviceDescriptionError as error:
+                raise PretuneError(str(error)) from error
+            engine = CudnnEngine(torch.device("cuda"), description["properties"])
+            engines, compatibility = [], target_compatibility(description, cudnn_version())
+        provenance = current_provenance(compatibility.kind)
+        tuner = Tuner(resources, engines, compatibility, provenance, store, known, force)
+        return cls(version_directory, program, tuner, target, engine)
+
+    def run(
+        self, buckets: Sequence[Bucket], samples: Samples | None, on_outcome: Callable[[Outcome], None]
+    ) -> Result:
+        """Tunes buckets one by one, publishes at the end. Interrupted, what is finished stays in staging."""
+        self.tuner.on_outcome = on_outcome
+        outcomes: list[Outcome] = []
+        for bucket in buckets:
+            if self.engine is not None:
+                outcomes += self.tuner.plan_untimed(bucket, self.engine)
+            else:
+                outcomes += self.tuner.tune(bucket, samples)
+        published = PlanStore(self.version_directory / PLANS).merge_from(self.tuner.store)
+        return Result(tuple(outcomes), published, self.tuner.built_candidates, self.tuner.timed_candidates)
+
+
+def versions(model_directory: Path) -> list[Path]:
+    """Version directories (their names are numbers), newest first."""
+    found = [path for path in model_directory.iterdir() if path.is_dir() and path.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name), reverse=True)
+
+
+def latest_version(model_directory: Path) -> Path:
+    """Raises PretuneError when the directory is not that of an exported model."""
+    if not model_directory.is_dir():
+        raise PretuneError(f"{model_directory} is not a directory; export a model with tools/export.py")
+    for version in versions(model_directory):
+        if (version / LOWERED).is_dir():
+            return version
+    raise PretuneError(f"{model_directory} holds no exported version; export one with tools/export.py")
+
+
+def parse_buckets(text: str, program: Program) -> list[Bucket]:
+    """Buckets from ``1,8,64`` (batch sizes) or ``batch=8,height=224;batch=1,height=448``.
+
+    Empty text gives the default: powers of two along the batch axis and its maximum; of every other axis the
+    maximum alone. Raises PretuneError.
+    """
+    if not program.axes:
+        if text.strip():
+            raise PretuneError(f"--buckets {text!r}: this model has no dynamic axes; leave --buckets out")
+        return [Bucket(())]
+    if not text.strip():
+        return _default_buckets(program)
+    if "=" not in text:
+        axis = program.batch_axis or (program.axes[0].name if len(program.axes) == 1 else None)
+        if axis is None or len(program.axes) > 1:
+            names = ", ".join(a.name for a in program.axes)
+            raise PretuneError(
+                f"--buckets {text!r}: give a size for each axis ({names}), as in a=8,b=224;a=1,..."
+            )
+        return _checked([{axis: part} for part in text.split(",")], text, program)
+    groups = [group for group in text.split(";") if group.strip()]
+    sizes = [dict(_pair(pair) for pair in group.split(",")) for group in groups]
+    return _checked(sizes, text, program)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def _checked(sizes: Iterable[dict[str, str]], text: str, program: Program) -> list[Bucket]:
+    axes = {axis.name: axis for axis in program.axes}
+    buckets: list[Bucket] = []
+    for given in sizes:
+        stripped = {name.strip(): value.strip() for name, value in given.items()}
+        if set(stripped) != set(axes) or not all(value.isdecimal() for value in stripped.values()):
+            raise PretuneError(
+                f"--buckets {text!r}: each bucket needs a whole number for each of {', '.join(axes)}"
+            )
+        for name, value in stripped.items():
+            axis = axes[name]
+            if not axis.minimum <= int(value) <= axis.maximum:
+                raise PretuneError(
+                    f"--buckets {text!r}: {name}={value}; the model takes {axis.minimum} to {axis.maximum}"
+                )
+        buckets.append(Bucket.of({name: int(value) for name, value in stripped.items()}))
+    return list(dict.fromkeys(buckets))
+
+
+def _default_buckets(program: Program) -> list[Bucket]:
+    fixed = {axis.name: axis.maximum for axis in program.axes}
+    batch = next((axis for axis in program.axes if axis.name == program.batch_axis), None)
+    if batch is None:
+        return [Bucket.of(fixed)]
+    powers = [1 << n for n in range(DEFAULT_BATCHES) if batch.minimum <= 1 << n < batch.maximum]
+    return [Bucket.of({**fixed, batch.name: size}) for size in (*powers, batch.maximum)]
+
+
+def load_samples(path: Path) -> dict[str, torch.Tensor]:
+    """Arrays of a ``.npz`` by input name. Object arrays, which would be unpickled, are refused.
+
+    Raises PretuneError.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except (OSError, ValueError, TypeError) as error:
+        raise PretuneError(f"cannot read samples from {path}: {error}; save them with numpy.savez") from error
+
+
+def staging_directory(program: Program, base: Path | None = None) -> Path:
+    """Where finished plans wait for publication: by the program's content, never by the model's path."""
+    if base is None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        base = Path(home) / "cudnn_fusion" / "staging"
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            base = Path(tempfile.gettempdir()) / f"cudnn_fusion-{os.getuid()}" / "staging"
+    return base / program.sha256[:16]

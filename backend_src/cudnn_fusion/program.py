@@ -1,0 +1,259 @@
+"""From a PyTorch model to a program: loading, torch.export, lowering, passes, and checks of the result."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from cudnn_fusion.batch_check import find_batch_axis, random_inputs
+from cudnn_fusion.declarations import InputDeclaration, dynamic_axes, example_sizes
+from cudnn_fusion.export_errors import ExportError, explain, first_line
+from cudnn_fusion.interpreter import Interpreter
+from cudnn_fusion.lowered import PRECISIONS, Axis, Program, ProgramError
+from cudnn_fusion.lowering import lower
+from cudnn_fusion.operations import is_random
+from cudnn_fusion.passes import optimize
+
+_DTYPE_OF = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+# Largest relative root-mean-square difference from the model that rounding explains.
+_ROUNDING = {"fp32": 1e-3, "tf32": 1e-3, "fp16": 3e-2, "bf16": 1e-1}
+
+
+def load_model(reference: str) -> torch.nn.Module | ExportedProgram:
+    """The model that ``package.module:factory`` makes, or that a ``.pt2`` file holds.
+
+    The current directory is importable. A ``.pt2`` is loaded by torch, which unpickles parts of it: load only
+    files that you trust. ProgramError says what of the reference is wrong.
+    """
+    if reference.endswith(".pt2"):
+        return _load_pt2(Path(reference))
+    module_name, colon, factory_name = reference.partition(":")
+    if not colon or not module_name or not factory_name.isidentifier():
+        raise ProgramError(f"model {reference!r}: expected package.module:factory or the path of a .pt2 file")
+    factory = getattr(_import(reference, module_name), factory_name, None)
+    if factory is None:
+        raise ProgramError(f"model {reference!r}: {module_name} has no {factory_name!r}")
+    model = factory if isinstance(factory, torch.nn.Module) else _make(reference, factory)
+    if not isinstance(model, torch.nn.Module | ExportedProgram):
+        raise ProgramError(
+            f"model {reference!r}: {factory_name} gave {type(model).__name__}, expected a torch.nn.Module"
+        )
+    return model
+
+
+def _make(reference: str, factory: Any) -> Any:
+    if not callable(factory):
+        raise ProgramError(
+            f"model {reference!r} is {type(factory).__name__}, expected a function without arguments that "
+            "returns a torch.nn.Module"
+        )
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ProgramError(f"model {reference!r} cannot be called without arguments: {error}") from None
+    return factory()
+
+
+def _import(reference: str, module_name: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ProgramError(
+            f"model {reference!r}: no module {error.name!r} (searched from {os.getcwd()} and in "
+            "the installed packages)"
+        ) from None
+
+
+def _load_pt2(path: Path) -> ExportedProgram:
+    if not path.is_file():
+        raise ProgramError(f"model {str(path)!r}: there is no such file")
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        raise ProgramError(
+            f"model {str(path)!r} is not a program saved by torch.export.save of a compatible version: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def export_program(
+    model: torch.nn.Module | ExportedProgram,
+    declarations: Sequence[InputDeclaration],
+    precision: str,
+    *,
+    name: str = "model",
+    output_names: Sequence[str] | None = None,
+) -> tuple[ExportedProgram, Program]:
+    """Exports ``model`` for inference in ``precision`` and lowers it.
+
+    The model itself is not changed. Inputs are matched to forward()'s parameters by name if every declared
+    name is one of them, else by position. ``tf32`` programs hold fp32 weights. The program is run once on the
+    CPU at its smallest sizes and compared with the model.
+
+    ExportError: torch.export cannot trace it. ProgramError: it cannot be served.
+    """
+    if precision not in PRECISIONS:
+        raise ProgramError(f"precision {precision!r} is not available: use one of {', '.join(PRECISIONS)}")
+    if not declarations:
+        raise ProgramError("a model needs at least one input; declare it as NAME:DTYPE[...]")
+    module = _own_copy(model)
+    originals = dict(chain(module.named_parameters(), module.named_buffers()))
+    originals = {key: tensor.detach().clone() for key, tensor in originals.items()}
+    _cast(module, _DTYPE_OF[precision])
+    exported = _export(module, declarations, _DTYPE_OF[precision])
+    program = lower(exported, name, precision, declarations, output_names)
+    program = optimize(program, originals)
+    notes = [_check_against(module, program, declarations)]
+    smallest = {axis.name: axis.minimum for axis in program.axes}
+    batch_axis, why = find_batch_axis(program, smallest)
+    notes = [note for note in (*notes, why) if note]
+    return exported, replace(program, batch_axis=batch_axis, notes=(*program.notes, *notes))
+
+
+def _own_copy(model: torch.nn.Module | ExportedProgram) -> torch.nn.Module:
+    """A copy of the model in inference mode."""
+    if isinstance(model, ExportedProgram):
+        return _without_input_guards(model.module())
+    try:
+        module = copy.deepcopy(model)
+    except Exception as error:
+        raise ProgramError(
+            f"the model cannot be copied ({first_line(error)}): keep tensors with gradients, handles and "
+            "locks out of its attributes"
+        ) from error
+    module = module.cpu().eval()
+    training = [str(name or type(part).__name__) for name, part in module.named_modules() if part.training]
+    if training:
+        raise ProgramError(
+            f"after eval() these parts are still in training mode: {', '.join(training[:5])}. Their own "
+            "train() or eval() keeps them there; change that, or dropout and batch statistics are exported"
+        )
+    return module
+
+
+def _without_input_guards(module: torch.nn.Module) -> torch.nn.Module:
+    """Takes the checks for the first export's sizes and types out of a .pt2's module: it is exported anew."""
+    assert isinstance(module, torch.fx.GraphModule)
+    for node in list(module.graph.nodes):
+        guard = node.op == "call_module" and node.target == "_guards_fn"
+        if not node.users and (guard or "_assert_tensor_metadata" in str(node.target)):
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def _cast(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+
+
+def _export(
+    module: torch.nn.Module, declarations: Sequence[InputDeclaration], dtype: torch.dtype
+) -> ExportedProgram:
+    sizes = example_sizes(declarations)
+    dims = {
+        axis.name: Dim(axis.name, min=axis.minimum, max=axis.maximum) for axis in dynamic_axes(declarations)
+    }
+    examples = [_example(declaration, sizes, dtype) for declaration in declarations]
+    dynamic = [
+        {i: dims[dim.name] for i, dim in enumerate(d.dims) if isinstance(dim, Axis)} for d in declarations
+    ]
+    args, kwargs, shapes = _arguments(module, declarations, examples, dynamic)
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+            functional: ExportedProgram = exported.run_decompositions({})
+            return functional
+    except Exception as error:
+        raise ExportError(explain(error, declarations)) from error
+
+
+def _example(declaration: InputDeclaration, sizes: dict[str, int], dtype: torch.dtype) -> torch.Tensor:
+    shape = [sizes[dim.name] if isinstance(dim, Axis) else dim for dim in declaration.dims]
+    if declaration.torch_dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.zeros(shape, dtype=declaration.torch_dtype)
+
+
+def _arguments(
+    module: torch.nn.Module,
+    declarations: Sequence[InputDeclaration],
+    tensors: Sequence[torch.Tensor],
+    dynamic: Sequence[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """How ``tensors`` are passed to forward(): positional, by name, and the dynamic dimensions likewise."""
+    parameters = inspect.signature(module.forward).parameters
+    names = [declaration.name for declaration in declarations]
+    if all(name in parameters for name in names):
+        return (), dict(zip(names, tensors, strict=True)), dict(zip(names, dynamic, strict=True))
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        starred = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+        return tuple(tensors), {}, (*dynamic[:starred], tuple(dynamic[starred:]))
+    try:
+        inspect.signature(module.forward).bind(*tensors)
+    except TypeError as error:
+        raise ProgramError(
+            f"declared inputs ({', '.join(names)}) do not fit forward({', '.join(parameters)}): {error}"
+        ) from None
+    return tuple(tensors), {}, tuple(dynamic)
+
+
+def _check_against(
+    module: torch.nn.Module, program: Program, declarations: Sequence[InputDeclaration]
+) -> str | None:
+    """Compares the program with the model at the smallest declared sizes; a note when they differ in half
+    precision or cannot be compared, ProgramError when they differ in single precision."""
+    if any(is_random(node.op) for node in program.nodes):
+        return "not compared with the model, because it draws random numbers"
+    smallest = {axis.name: axis.minimum for axis in program.axes}
+    inputs = random_inputs(program.inputs, smallest, seed=0)
+    dtype = _DTYPE_OF[program.precision]
+    fed = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    args, kwargs, _ = _arguments(module, declarations, fed, [None] * len(fed))
+    try:
+        with torch.no_grad():
+            result = module(*(x.clone() for x in args), **{key: x.clone() for key, x in kwargs.items()})
+            answers = Interpreter(program, program.weights, torch.device("cpu")).run(inputs)
+    except (RuntimeError, ValueError, IndexError) as error:
+        return f"not compared with the model at sizes {smallest}: {first_line(error)}"
+    expected = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+    worst = max(_difference(a, e) for a, e in zip(answers, expected, strict=True))
+    if worst <= _ROUNDING[program.precision]:
+        return None
+    found = (
+        f"the program's answers differ from the model's at sizes {smallest} (relative difference {worst:.2g})"
+    )
+    if program.precision in ("fp32", "tf32"):
+        raise ProgramError(f"{found}: the model may take another path at this size; narrow the ranges")
+    return f"{found}: compare answers with the model in fp32 before serving it in {program.precision}"
+
+
+def _difference(answer: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative root-mean-square difference where both are finite; infinite for another shape."""
+    if answer.shape != expected.shape:
+        return float("inf")
+    kind = torch.complex128 if expected.is_complex() else torch.float64
+    a, e = answer.to(kind), expected.to(kind)
+    finite = torch.isfinite(a) & torch.isfinite(e)
+    norm = float(e[finite].norm())
+    return float((a[finite] - e[finite]).norm()) / (norm or 1.0)

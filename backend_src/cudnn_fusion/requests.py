@@ -1,0 +1,203 @@
+"""From Triton's requests to rows of tensors, and back.
+
+Knows Triton's request objects only by the few methods that it calls (``get_input_tensor_by_name`` and the
+like of ``pb_utils``), so that it can be read without Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from cudnn_fusion.lowered import Program, TensorSpec
+from cudnn_fusion.shapes import Bucket, Part
+
+TRITON_TYPES: Mapping[str, str] = {
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "uint8": "UINT8",
+    "bool": "BOOL",
+}
+
+
+class BadRequestError(Exception):
+    """A request does not fit the model; the message says what came, what was expected and what to do."""
+
+
+@dataclass
+class Incoming:
+    """A valid request: its tensors in the program's input order, and its sizes along every axis.
+
+    ``outputs`` collects one tensor for each output of the program once it has run.
+    """
+
+    index: int
+    tensors: Sequence[torch.Tensor]
+    bucket: Bucket
+    requested: frozenset[str]
+    on_gpu: bool
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+    def rows(self, batch_axis: str | None) -> int:
+        """Rows along the batch axis; 1 for a program without one."""
+        return 1 if batch_axis is None else self.bucket.size(batch_axis)
+
+
+def parse(index: int, request: Any, program: Program) -> Incoming:
+    """Checks a request against the program. Raises BadRequestError."""
+    tensors: list[torch.Tensor] = []
+    sizes: dict[str, int] = {}
+    on_gpu = False
+    for spec in program.inputs:
+        given = request.get_input_tensor_by_name(spec.name)
+        if given is None:
+            raise BadRequestError(f"input {spec.name!r} is missing; expected {_expected(program)}")
+        on_gpu = on_gpu or not given.is_cpu()
+        tensor = _tensor(given, spec, program)
+        _take_sizes(tensor, spec, program, sizes)
+        tensors.append(tensor)
+    _check_ranges(sizes, program)
+    names = frozenset(request.requested_output_names())
+    return Incoming(index, tensors, Bucket.of(sizes), names, on_gpu)
+
+
+def _tensor(given: Any, spec: TensorSpec, program: Program) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = from_dlpack(given.to_dlpack())
+    except (RuntimeError, TypeError, ValueError, BufferError) as error:
+        raise BadRequestError(
+            f"input {spec.name!r} cannot be read ({error}); expected a contiguous {TRITON_TYPES[spec.dtype]} "
+            f"tensor of {describe(spec)}, with at least one element"
+        ) from error
+    if tensor.dtype == torch.uint8 and spec.dtype == "bool":
+        tensor = tensor.bool()
+    found = str(tensor.dtype).removeprefix("torch.")
+    if found != spec.dtype:
+        raise BadRequestError(
+            f"input {spec.name!r} has type {TRITON_TYPES.get(found, found)}; expected {_expected(program)}"
+        )
+    return tensor
+
+
+def _take_sizes(tensor: torch.Tensor, spec: TensorSpec, program: Program, sizes: dict[str, int]) -> None:
+    dims = tuple(tensor.shape)
+    fits = len(dims) == len(spec.shape) and all(
+        isinstance(want, str) or got == want for got, want in zip(dims, spec.shape, strict=True)
+    )
+    if not fits:
+        raise BadRequestError(f"input {spec.name!r} has dims {list(dims)}; expected {_expected(program)}")
+    for got, axis in zip(dims, spec.shape, strict=True):
+        if isinstance(axis, str) and sizes.setdefault(axis, got) != got:
+            raise BadRequestError(
+                f"axis {axis} is {sizes[axis]} in one input and {got} in {spec.name!r}; it must be the same "
+                f"in all inputs: {_expected(program)}"
+            )
+
+
+def _check_ranges(sizes: Mapping[str, int], program: Program) -> None:
+    for axis in program.axes:
+        size = sizes[axis.name]
+        # More rows than the program was exported for are run in parts.
+        too_large = size > axis.maximum and axis.name != program.batch_axis
+        if size < axis.minimum or too_large:
+            raise BadRequestError(
+                f"axis {axis.name} is {size}; this model takes {axis.minimum} to {axis.maximum}"
+            )
+
+
+def describe(spec: TensorSpec) -> str:
+    """``[batch, 1024]``."""
+    return "[" + ", ".join(str(size) for size in spec.shape) + "]"
+
+
+def _expected(program: Program) -> str:
+    inputs = ", ".join(f"{s.name} {TRITON_TYPES[s.dtype]} {describe(s)}" for s in program.inputs)
+    axes = ", ".join(f"{a.name} {a.minimum}..{a.maximum}" for a in program.axes)
+    return f"{inputs}" + (f" with {axes}" if axes else "")
+
+
+def group(requests: Sequence[Incoming], batch_axis: str | None) -> list[list[Incoming]]:
+    """Requests that can run together: equal in every size but the batch's. Keeps their order.
+
+    Without a batch axis each request is alone.
+    """
+    if batch_axis is None:
+        return [[request] for request in requests]
+    groups: dict[Bucket, list[Incoming]] = {}
+    for request in requests:
+        groups.setdefault(request.bucket.with_size(batch_axis, 0), []).append(request)
+    return list(groups.values())
+
+
+def copy_in(
+    requests: Sequence[Incoming], part: Part, batch_axis: str | None, inputs: Sequence[torch.Tensor]
+) -> None:
+    """Copies the rows of a part, counted over all requests, into an executor's inputs and zeroes the rest.
+
+    The executor's buffers are aligned; a request's tensors may be aligned to 2 bytes only.
+    """
+    if batch_axis is None:
+        for target, source in zip(inputs, requests[0].tensors, strict=True):
+            target.copy_(source)
+        return
+    for request, first, last, offset in _overlaps(requests, part, batch_axis):
+        for target, source in zip(inputs, request.tensors, strict=True):
+            target[offset : offset + last - first].copy_(source[first:last])
+    if part.rows < part.bucket.size(batch_axis):
+        for target in inputs:
+            target[part.rows :].zero_()
+
+
+def cut_out(
+    requests: Sequence[Incoming],
+    part: Part,
+    batch_axis: str | None,
+    outputs: Sequence[torch.Tensor],
+    shared: bool,
+) -> None:
+    """Gives every request its rows of a part's outputs, on the CPU unless its inputs came on the GPU.
+
+    ``shared`` says that the outputs are the executor's own buffers, from which the rows must be copied.
+    """
+    if batch_axis is None:
+        requests[0].outputs = [_handed_out(output, requests[0], shared) for output in outputs]
+        return
+    for request, first, last, offset in _overlaps(requests, part, batch_axis):
+        rows = [_handed_out(output[offset : offset + last - first], request, shared) for output in outputs]
+        if not request.outputs:
+            request.outputs = rows
+        else:
+            pairs = zip(request.outputs, rows, strict=True)
+            request.outputs = [torch.cat((earlier, later)) for earlier, later in pairs]
+
+
+def _handed_out(rows: torch.Tensor, request: Incoming, shared: bool) -> torch.Tensor:
+    if rows.device.type == "cuda" and not request.on_gpu:
+        return rows.cpu()
+    return rows.clone() if shared else rows
+
+
+def _overlaps(
+    requests: Sequence[Incoming], part: Part, batch_axis: str
+) -> list[tuple[Incoming, int, int, int]]:
+    """(request, its first row, row behind its last, place in the part) for requests with rows in a part."""
+    found: list[tuple[Incoming, int, int, int]] = []
+    start = 0
+    for request in requests:
+        rows = request.rows(batch_axis)
+        first = max(part.start, start)
+        last = min(part.start + part.rows, start + rows)
+        if first < last:
+            found.append((request, first - start, last - start, first - part.start))
+        start += rows
+    return found

@@ -1,0 +1,53 @@
+"""Parameters of a model's config.pbtxt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ENGINES = ("auto", "reference")
+
+
+class SettingsError(ValueError):
+    """A parameter has a value that cannot be meant; the message names it and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``engine``: ``auto`` serves tuned plans, ``reference`` switches all plans off.
+
+    ``executor_memory_mb`` bounds what all executors of an instance take together, in MiB; ``max_buckets``
+    their number. ``plan_overlay`` is a directory of plans that is read before the model's own.
+    """
+
+    engine: str = "auto"
+    executor_memory_mb: int = 4096
+    max_buckets: int = 32
+    plan_overlay: Path | None = None
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> Settings:
+        """From parameter names and their string values. Names of other owners are ignored.
+
+        Raises SettingsError.
+        """
+        engine = parameters.get("ENGINE", cls.engine)
+        if engine not in ENGINES:
+            raise SettingsError(f"parameter ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}")
+        overlay = parameters.get("PLAN_OVERLAY", "")
+        return cls(
+            engine,
+            _positive(parameters, "EXECUTOR_MEMORY_MB", cls.executor_memory_mb),
+            _positive(parameters, "MAX_BUCKETS", cls.max_buckets),
+            Path(overlay) if overlay else None,
+        )
+
+
+def _positive(parameters: Mapping[str, str], name: str, default: int) -> int:
+    text = parameters.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) == 0:
+        raise SettingsError(f"parameter {name} is {text!r}; it must be a whole number of at least 1")
+    return int(text)

@@ -1,0 +1,429 @@
+"""Tuning: enumerate, build, check, time, choose, record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from cudnn_fusion import accuracy
+from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Engine, ReadyPlan, Sizes
+from cudnn_fusion.engines.torch_eager import REFERENCE_FORM
+from cudnn_fusion.environment import Compatibility, Provenance
+from cudnn_fusion.evaluate import evaluate
+from cudnn_fusion.executor import Executor, Resources, input_dims, site_weights
+from cudnn_fusion.interpreter import Interpreter
+from cudnn_fusion.lowered import Program
+from cudnn_fusion.partition import SegmentSite
+from cudnn_fusion.plan import BucketRecord, Candidate, Errors, Plan, PlanKey, now_text, sha256_hex
+from cudnn_fusion.plan_cache import PlanCache
+from cudnn_fusion.plan_store import Found, PlanStore
+from cudnn_fusion.segment import Segment, to_layout
+from cudnn_fusion.shapes import Bucket
+from cudnn_fusion.timing import Timing, time_interleaved
+
+Tensors = Mapping[str, torch.Tensor]
+Samples = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One key to tune: the sites that share it."""
+
+    key: PlanKey
+    segment: Segment
+    sizes: Sizes
+    sites: tuple[SegmentSite, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one key in one bucket: a plan, or the reasons why there is none."""
+
+    bucket: Bucket
+    work: Work
+    plan: Plan | None
+    reused: bool
+    reasons: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A candidate that has passed every check."""
+
+    built: BuiltPlan
+    ready: ReadyPlan
+    error: Errors
+
+
+@dataclass
+class Tuner:
+    """Tunes a program's segments on one device and publishes each winner to ``store`` at once.
+
+    ``known`` are stores to take finished plans from: the model's own and its sibling versions'. ``on_outcome``
+    is called after each key.
+    """
+
+    resources: Resources
+    engines: Sequence[Engine]
+    compatibility: Compatibility
+    provenance: Provenance
+    store: PlanStore
+    known: Sequence[PlanStore] = ()
+    force: bool = False
+    on_outcome: Callable[[Outcome], None] = field(default=lambda outcome: None)
+    built_candidates: int = 0
+    timed_candidates: int = 0
+
+    def work(self, bucket: Bucket) -> list[Work]:
+        """The distinct keys of a bucket, in the program's order."""
+        sites: dict[PlanKey, list[SegmentSite]] = {}
+        sizes_of: dict[PlanKey, Sizes] = {}
+        all_sizes = self.resources.segment_sizes(bucket)
+        for site, sizes in zip(self.resources.partition.sites, all_sizes, strict=True):
+            key = site.segment.key(sizes, accuracy.VALIDATION)
+            sites.setdefault(key, []).append(site)
+            sizes_of[key] = sizes
+        return [Work(key, s[0].segment, sizes_of[key], tuple(s)) for key, s in sites.items()]
+
+    def tune(self, bucket: Bucket, samples: Samples | None, seed: int = 0) -> list[Outcome]:
+        """Tunes every key of a bucket that is not known, then records the bucket if each has a plan.
+
+        ``samples`` maps input names to arrays of any number of rows; without them inputs are generated from
+        ``seed``. Results are published one by one: an interruption loses nothing that is finished.
+        """
+        work = self.work(bucket)
+        known = {w.key: p for w in work if (p := self._finished(w.key, timed=True)) is not None}
+        values: Tensors | None = None
+        outcomes: list[Outcome] = []
+        for item in work:
+            if item.key in known:
+                outcome = Outcome(bucket, item, known[item.key], reused=True)
+            else:
+                if values is None:
+                    missing = [w for w in work if w.key not in known]
+                    values = self._activations(bucket, samples, seed, missing)
+                outcome = self._tune_one(bucket, item, values, "samples" if samples else "generated")
+            outcomes.append(outcome)
+            self.on_outcome(outcome)
+        self._record(bucket, outcomes, self._model_times(bucket, outcomes))
+        return outcomes
+
+    def plan_untimed(self, bucket: Bucket, engine: Engine) -> list[Outcome]:
+        """Builds the engine's first choice for every key, without running anything: for an absent device."""
+        outcomes: list[Outcome] = []
+        for item in self.work(bucket):
+            known = self._finished(item.key, timed=False)
+            outcome = (
+                Outcome(bucket, item, known, reused=True)
+                if known is not None
+                else self._first_buildable(bucket, item, engine)
+            )
+            outcomes.append(outcome)
+            self.on_outcome(outcome)
+        self._record(bucket, outcomes, (None, None))
+        return outcomes
+
+    def _finished(self, key: PlanKey, timed: bool) -> Plan | None:
+        """A plan tuned for this very program: in the staging store, or named by one of its buckets."""
+        if self.force:
+            return None
+        for store in (self.store, *self.known):
+            found = store.find(self.compatibility, key)
+            if not isinstance(found, Found) or (timed and not found.plan.timed):
+                continue
+            if store is self.store or key.digest() in self._digests(store):
+                return found.plan
+        return None
+
+    def _digests(self, store: PlanStore) -> set[str]:
+        records = store.buckets(self.compatibility, self.resources.program.sha256)
+        return {digest for record in records for digest in record.entries}
+
+    def _recheck(self, bucket: Bucket, item: Work, judge: _Judge, checked_on: str) -> Outcome | None:
+        """A plan tuned for another program (a sibling version, other weights): checked again, not timed."""
+        for store in () if self.force else self.known:
+            found = store.find(self.compatibility, item.key)
+            if not isinstance(found, Found) or not found.plan.timed:
+                continue
+            plan = found.plan
+            engine = next((e for e in self.engines if e.name == plan.candidate.engine), None)
+            built = BuiltPlan(plan.candidate, found.blob, plan.workspace_bytes)
+            checked = None if engine is None else self._run_checks(engine, item, built, judge)
+            if isinstance(checked, _Checked):
+                plan = replace(
+                    plan, error=checked.error, torch_error=judge.torch_error, checked_on=checked_on
+                )
+                self.store.publish(self.compatibility, plan, found.blob)
+                return Outcome(bucket, item, plan, reused=True)
+        return None
+
+    def _record(
+        self, bucket: Bucket, outcomes: Sequence[Outcome], times_us: tuple[float | None, float | None]
+    ) -> None:
+        if outcomes and all(outcome.plan is not None for outcome in outcomes):
+            digests = tuple(outcome.work.key.digest() for outcome in outcomes)
+            record = BucketRecord(
+                bucket.sizes, self.resources.program.sha256, digests, *times_us, made_at=now_text()
+            )
+            self.store.publish_bucket(self.compatibility, record)
+
+    def _model_times(self, bucket: Bucket, outcomes: Sequence[Outcome]) -> tuple[float | None, float | None]:
+        """Microseconds of the whole program from the winners and from torch alone, timed against each other.
+
+        What an earlier run measured stays; (None, None) when a segment has no plan.
+        """
+        program = self.resources.program.sha256
+        for store in (self.store, *self.known):
+            for record in store.buckets(self.compatibility, program):
+                if record.bucket == bucket and record.model_time_us is not None and not self.force:
+                    return record.model_time_us, record.torch_time_us
+        if not all(outcome.plan is not None for outcome in outcomes):
+            return None, None
+        stores = (self.store, *self.known)
+        engines = {engine.name: engine for engine in self.engines}
+        device = self.resources.device
+        cache = PlanCache(stores, self.compatibility, self.provenance, engines, device)
+        sizes = self.resources.segment_sizes(bucket)
+        sites = self.resources.partition.sites
+        tuned = [cache.find(site.segment, z) for site, z in zip(sites, sizes, strict=True)]
+        plain = [cache.reference(site.segment, z, "") for site, z in zip(sites, sizes, strict=True)]
+        executors = [Executor(self.resources, bucket, served, capture=False) for served in (tuned, plain)]
+        timings = time_interleaved([executor.run for executor in executors], device, keep=(0, 1))
+        return timings[0].median_us, timings[1].median_us
+
+    def _first_buildable(self, bucket: Bucket, item: Work, engine: Engine) -> Outcome:
+        reasons: list[tuple[str, str]] = []
+        for candidate in engine.candidates(item.segment, item.sizes):
+            self.built_candidates += 1
+            try:
+                built = engine.build(item.segment, item.sizes, candidate)
+            except CandidateRejectedError as error:
+                reasons.append((candidate.label(), str(error)))
+                continue
+            plan = self._plan(item.key, built, "none", reasons)
+            self.store.publish(self.compatibility, plan, built.blob)
+            return Outcome(bucket, item, plan, reused=False)
+        return Outcome(bucket, item, None, reused=False, reasons=tuple(reasons) or _no_candidates(engine))
+
+    def _activations(
+        self, bucket: Bucket, samples: Samples | None, seed: int, work: Iterable[Work]
+    ) -> dict[str, torch.Tensor]:
+        """The values that the sites of ``work`` read, from one run of the program in torch."""
+        resources = self.resources
+        wanted = {
+            site.value(operand.name)
+            for item in work
+            for site in item.sites
+            for operand in site.segment.inputs
+            if operand.role == "input"
+        }
+        inputs = model_inputs(resources.program, bucket, samples, seed, resources.device)
+        seen = dict(zip((spec.value for spec in resources.program.inputs), inputs, strict=True))
+
+        def observe(name: str, value: object) -> None:
+            if name in wanted and isinstance(value, torch.Tensor):
+                seen[name] = value
+
+        Interpreter(resources.program, resources.weights, resources.device).run(inputs, observe)
+        return {name: to_layout(seen[name], "channels_last") for name in wanted}
+
+    def _tune_one(self, bucket: Bucket, item: Work, values: Tensors, checked_on: str) -> Outcome:
+        rejected: list[tuple[str, str]] = []
+        operand_sets = [self._operands(site, values) for site in item.sites]
+        judge = _Judge(item, operand_sets)
+        rechecked = self._recheck(bucket, item, judge, checked_on)
+        if rechecked is not None:
+            return rechecked
+        survivors: list[_Checked] = []
+        for engine in self.engines:
+            for candidate in engine.candidates(item.segment, item.sizes):
+                checked = self._check(engine, item, candidate, judge)
+                if isinstance(checked, str):
+                    rejected.append((candidate.label(), checked))
+                else:
+                    survivors.append(checked)
+        if not survivors:
+            return Outcome(bucket, item, None, reused=False, reasons=tuple(rejected))
+        timings = self._time(survivors, operand_sets[0], item)
+        if not timings:
+            rejected += [(s.built.candidate.label(), "could not be timed") for s in survivors]
+            return Outcome(bucket, item, None, reused=False, reasons=tuple(rejected))
+        winner = min(timings, key=lambda index: timings[index].median_us)
+        torch_index = next((i for i in timings if _is_reference(survivors[i].built.candidate)), None)
+        plan = replace(
+            self._plan(item.key, survivors[winner].built, checked_on, rejected),
+            timed=True,
+            time_us=timings[winner].median_us,
+            spread_us=timings[winner].spread_us,
+            torch_time_us=None if torch_index is None else timings[torch_index].median_us,
+            error=survivors[winner].error,
+            torch_error=judge.torch_error,
+            sampled=accuracy.sampled_reference(
+                item.segment, item.sizes, int(item.key.digest()[:6], 16), self.resources.device
+            ),
+            candidates_timed=len(timings),
+        )
+        self.store.publish(self.compatibility, plan, survivors[winner].built.blob)
+        return Outcome(bucket, item, plan, reused=False)
+
+    def _operands(self, site: SegmentSite, values: Tensors) -> dict[str, torch.Tensor]:
+        operands = site_weights(site, self.resources.weights)
+        for operand in site.segment.inputs:
+            if operand.role == "input":
+                operands[operand.name] = values[site.value(operand.name)]
+        return operands
+
+    def _check(self, engine: Engine, item: Work, candidate: Candidate, judge: _Judge) -> _Checked | str:
+        self.built_candidates += 1
+        try:
+            built = engine.build(item.segment, item.sizes, candidate)
+        except CandidateRejectedError as rejection:
+            return str(rejection)
+        return self._run_checks(engine, item, built, judge)
+
+    def _run_checks(self, engine: Engine, item: Work, built: BuiltPlan, judge: _Judge) -> _Checked | str:
+        try:
+            ready = engine.load(item.segment, item.sizes, built.candidate, built.blob, built.workspace_bytes)
+            error = judge.check(ready)
+        except CandidateRejectedError as rejection:
+            return str(rejection)
+        except (RuntimeError, ValueError, TypeError) as failure:
+            return f"does not run: {' '.join(str(failure).split())[:200]}"
+        return error if isinstance(error, str) else _Checked(built, ready, error)
+
+    def _time(self, survivors: Sequence[_Checked], operands: Tensors, item: Work) -> dict[int, Timing]:
+        device = self.resources.device
+        workspace_bytes = max(s.ready.workspace_bytes for s in survivors)
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+        keep = [i for i, s in enumerate(survivors) if _is_reference(s.built.candidate)]
+        runs = [_timed_run(s.ready, operands, workspace) for s in survivors]
+        self.timed_candidates += len(runs)
+        return time_interleaved(runs, device, keep)
+
+    def _plan(
+        self, key: PlanKey, built: BuiltPlan, checked_on: str, rejected: Sequence[tuple[str, str]]
+    ) -> Plan:
+        return Plan(
+            key=key,
+            candidate=built.candidate,
+            workspace_bytes=built.workspace_bytes,
+            timed=False,
+            time_us=None,
+            spread_us=None,
+            torch_time_us=None,
+            error=None,
+            torch_error=None,
+            checked_on=checked_on,
+            sampled=None,
+            candidates_timed=0,
+            rejected=tuple(rejected),
+            behavior_notes=built.behavior_notes,
+            selected_engine=built.selected_engine,
+            blob_sha256=None if built.blob is None else sha256_hex(built.blob),
+            made_at=now_text(),
+            provenance=self.provenance.to_json(),
+        )
+
+
+class _Judge:
+    """Float64 references of one key for every layer that uses it, and torch's own errors."""
+
+    def __init__(self, item: Work, operand_sets: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self.item = item
+        self.operand_sets = operand_sets
+        self.expected = [accuracy.reference(item.segment, operands) for operands in operand_sets]
+        results = [evaluate(item.segment.operations, operands) for operands in operand_sets]
+        measured = [
+            accuracy.measure(result, expected)
+            for result, expected in zip(results, self.expected, strict=True)
+        ]
+        self.torch_errors = measured
+        self.torch_error = _largest(measured)
+        self.nan_operands = _with_nan(operand_sets[0])
+        self.nan_expected = evaluate(item.segment.operations, self.nan_operands)
+
+    def check(self, ready: ReadyPlan) -> Errors | str:
+        """The largest errors over all layers, or the reason to reject. Raises what a failing plan raises."""
+        errors: list[Errors] = []
+        for operands, expected, torch_errors in zip(
+            self.operand_sets, self.expected, self.torch_errors, strict=True
+        ):
+            error = accuracy.measure(self._run(ready, operands), expected)
+            refusal = accuracy.verdict(error, torch_errors, self.item.segment.precision)
+            if refusal:
+                return refusal
+            errors.append(error)
+        return accuracy.nan_refusal(self._run(ready, self.nan_operands), self.nan_expected) or _largest(
+            errors
+        )
+
+    def _run(self, ready: ReadyPlan, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        x = operands["x"]
+        out = accuracy.poison(tuple(self.item.sizes["y"]), x.dtype, x.device)
+        workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=x.device)
+        result = ready.run(operands, workspace, out)
+        if x.device.type == "cuda":
+            # A buffer error shows only here, and must be this candidate's.
+            torch.cuda.synchronize(x.device)
+        return result
+
+
+def model_inputs(
+    program: Program, bucket: Bucket, samples: Samples | None, seed: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Inputs at a bucket's sizes: rows of the samples, repeated as needed, or generated ones.
+
+    Generated floating inputs are normal, integers and booleans 0 or 1. Raises ValueError when a sample is
+    missing or does not fit.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs: list[torch.Tensor] = []
+    for spec in program.inputs:
+        dims, dtype = input_dims(spec.shape, bucket), getattr(torch, spec.dtype)
+        if samples is not None:
+            inputs.append(_sample_rows(spec.name, samples, dims).to(device=device, dtype=dtype))
+        elif dtype.is_floating_point:
+            inputs.append(torch.randn(dims, generator=generator).to(device=device, dtype=dtype))
+        else:
+            inputs.append(torch.randint(0, 2, dims, generator=generator).to(device=device, dtype=dtype))
+    return inputs
+
+
+def _sample_rows(name: str, samples: Samples, dims: tuple[int, ...]) -> torch.Tensor:
+    if name not in samples:
+        raise ValueError(f"the samples hold no array for input {name!r}; they hold {sorted(samples)}")
+    array = samples[name]
+    if array.dim() != len(dims) or tuple(array.shape[1:]) != dims[1:] or array.shape[0] == 0:
+        raise ValueError(
+            f"samples for input {name!r} have dims {tuple(array.shape)}; expected (rows, {dims[1:]})"
+        )
+    repeats = math.ceil(dims[0] / array.shape[0])
+    return torch.cat([array] * repeats)[: dims[0]]
+
+
+def _with_nan(operands: Tensors) -> dict[str, torch.Tensor]:
+    x = operands["x"].clone(memory_format=torch.preserve_format)
+    count = x.numel()
+    for position in (0, count // 2, count - 1):
+        index = [int(i) for i in torch.unravel_index(torch.tensor(position), x.shape)]
+        x[tuple(index)] = math.nan
+    return {**operands, "x": x}
+
+
+def _timed_run(ready: ReadyPlan, operands: Tensors, workspace: torch.Tensor) -> Callable[[], object]:
+    return lambda: ready.run(operands, workspace)
+
+
+def _largest(errors: Sequence[Errors]) -> Errors:
+    return Errors(max(e.largest for e in errors), max(e.rms for e in errors))
+
+
+def _is_reference(candidate: Candidate) -> bool:
+    return candidate.engine == "torch" and candidate.form == REFERENCE_FORM
+
+
+def _no_candidates(engine: Engine) -> tuple[tuple[str, str], ...]:
+    return ((engine.name, "supports no form of this segment"),)
