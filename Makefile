@@ -11,6 +11,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	if $$name $(PLATFORM_CHECK) >/dev/null 2>&1; then echo $$name; exit; fi; done; echo python3)
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
+DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 HAS_GPU := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo yes; fi)
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  %-10s %s\n", $$1, $$2 }'
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) DEMO_VENV=$(DEMO_VENV) PYTEST_ARGS=$(PYTEST_ARGS)"
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) DEMO_VENV=$(DEMO_VENV) PYTEST_ARGS=$(PYTEST_ARGS) DEMO_ARGS=$(DEMO_ARGS)"
 
 venv: $(VENV)/.installed ## Make the virtual environment, anew when pyproject.toml or the constraints changed
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from cudnn_fusion.program import export_program, load_model
 
 
 def main(
+    *,
     model: Annotated[
         str, typer.Option(help="package.module:factory (a function that returns a module) or a .pt2 file")
     ],
@@ -43,6 +44,7 @@ def main(
     """Exports MODEL for inference, checks the result against it, and writes OUT for Triton."""
     # torch logs whole graphs when it refuses one; the reason is in the exception.
     logging.getLogger("torch").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore", FutureWarning)
     try:
         declarations = [InputDeclaration.parse(text) for text in inputs]
         output_names = [name.strip() for name in output.split(",")] if output else None
@@ -82,4 +84,4 @@ def _weight_bytes(program: Program) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(main))
+    typer.run(main)

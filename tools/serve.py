@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from cudnn_fusion.triton_server import (
     ServerNotFoundError,
     TritonServer,

@@ -79,10 +79,13 @@ def _essential_lines(text: str) -> str:
     for line in text.splitlines():
         sentence = re.sub(r"\s*For more information, run with.*", "", line.strip())
         sentence = re.sub(r"\s*\((?:unhinted|Size-like symbols): .*", "", sentence)
+        sentence = re.sub(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.size(\2)", sentence)
+        if re.match(r"_\w+ = Dim\(", sentence):
+            continue
         in_torch = sentence.startswith("Caused by: (_") or "/site-packages/torch/" in sentence
         if sentence and not in_torch and not sentence.startswith(_NOISE):
             kept.append(f"  {sentence[:300]}")
-    return "\n".join(kept[:8])
+    return "\n".join(kept[:6])
 
 
 def first_line(error: BaseException) -> str:

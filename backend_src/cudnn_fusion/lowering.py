@@ -220,6 +220,11 @@ class _Lowering:
             resolve(op)
         except ProgramError as error:
             raise ProgramError(f"{error}{_source_line(node)}") from None
+        if op in ("aten.dropout.default", "aten.native_dropout.default") and node.args[2] is not False:
+            raise ProgramError(
+                "the model drops values at random: it was exported in training mode, or calls "
+                f"F.dropout(..., training=True); switch it to inference with eval(){_source_line(node)}"
+            )
         if is_random(op):
             self.notes.append(f"{node.name} draws random numbers ({op}): answers differ from call to call")
         if op.startswith(_BY_STRIDES):

@@ -37,7 +37,7 @@ _TRITON_NAMES = {str(dtype).removeprefix("torch."): f"TYPE_{name}" for name, dty
 
 @dataclass(frozen=True)
 class WrittenModel:
-    """What `write_model` did. ``messages`` tell the user, a sentence each, what was kept or is out of date."""
+    """What `write_model` did. ``messages`` tell, a sentence each, what was kept or is out of date."""
 
     directory: Path
     version: int
@@ -50,8 +50,8 @@ def write_model(
 ) -> WrittenModel:
     """Writes the model to ``out``, whose last part is the model's name.
 
-    An existing directory is replaced only if an earlier export made it, or with ``force``. A config.pbtxt that
-    was edited since is kept while the model's inputs and outputs are the same; else it is replaced with
+    An existing directory is replaced only if an earlier export made it, or with ``force``. A config.pbtxt
+    that was edited since is kept while the model's inputs and outputs are the same; else it is replaced with
     ``force`` only, the old one going to config.pbtxt.old.
 
     ProgramError: the name or version is not one, the program cannot be described to Triton, or the directory
@@ -107,8 +107,8 @@ def _check_replaceable(out: Path, config: str, force: bool) -> dict[str, str]:
         return {"kept": "config.pbtxt was edited and is kept: inputs and outputs are unchanged"}
     if not force:
         raise ProgramError(
-            f"{path} was edited and does not fit the new inputs and outputs: save your changes and use --force, "
-            "or choose another --out"
+            f"{path} was edited and does not fit the new inputs and outputs: save your changes and use "
+            "--force, or choose another --out"
         )
     return {"replaced": f"the edited config.pbtxt is now {path}.old: move your changes into the new one"}
 
@@ -194,14 +194,13 @@ output [
     return f"{_MADE_BY}{_checksum(body)}\n{body}"
 
 
-_BATCHING = """# You may set preferred_batch_size and max_queue_delay_microseconds inside; requests that wait together
-# run together.
+_BATCHING = """# You may set preferred_batch_size and max_queue_delay_microseconds inside: requests that
+# wait together run together.
 dynamic_batching { }
 """
 
-# Triton cuts a comment off at the end of its line; values are text whatever they mean.
-_PARAMETERS = """# You may add instance_group (count, kind, gpus) and model_warmup. Below: engine "auto" takes cuDNN plans on
-# a GPU and torch elsewhere, "torch" takes torch everywhere.
+_PARAMETERS = """# You may add instance_group (count, kind, gpus) and model_warmup. Engine "auto" takes cuDNN
+# plans on a GPU and torch elsewhere, "torch" takes torch everywhere.
 parameters { key: "ENGINE" value { string_value: "auto" } }
 # Memory for the buffers of all buckets of one instance, and how many buckets it holds.
 parameters { key: "EXECUTOR_MEMORY_MB" value { string_value: "2048" } }

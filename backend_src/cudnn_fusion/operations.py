@@ -93,10 +93,9 @@ def _refusal(name: str, overload: torch._ops.OpOverload[Any, Any]) -> str | None
 def is_random(name: str) -> bool:
     """Whether the operation draws random numbers whatever its arguments are."""
     function = resolve(name)
-    packet = name.split(".")[1]
-    return (
-        isinstance(function, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in function.tags
-        and "attention" not in packet
-        and "dropout" not in packet
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+    only_for_dropout = any(
+        "dropout" in argument.name or "train" in argument.name for argument in function._schema.arguments
     )
+    return torch.Tag.nondeterministic_seeded in function.tags and not only_for_dropout

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,9 +17,11 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from cudnn_fusion.batch_check import find_batch_axis, random_inputs
 from cudnn_fusion.declarations import InputDeclaration, dynamic_axes, example_sizes
+from cudnn_fusion.dims import evaluate_shape
 from cudnn_fusion.export_errors import ExportError, explain, first_line
 from cudnn_fusion.interpreter import Interpreter
 from cudnn_fusion.lowered import PRECISIONS, Axis, Program, ProgramError
@@ -115,17 +119,18 @@ def export_program(
     if not declarations:
         raise ProgramError("a model needs at least one input; declare it as NAME:DTYPE[...]")
     module = _own_copy(model)
-    originals = dict(chain(module.named_parameters(), module.named_buffers()))
-    originals = {key: tensor.detach().clone() for key, tensor in originals.items()}
+    declarations = _in_parameter_order(module, declarations)
+    named = chain(module.named_parameters(), module.named_buffers())
+    originals = {key: tensor.detach().clone() for key, tensor in named}
     _cast(module, _DTYPE_OF[precision])
     exported = _export(module, declarations, _DTYPE_OF[precision])
     program = lower(exported, name, precision, declarations, output_names)
     program = optimize(program, originals)
-    notes = [_check_against(module, program, declarations)]
+    comparison = _check_against(module, program, declarations)
     smallest = {axis.name: axis.minimum for axis in program.axes}
     batch_axis, why = find_batch_axis(program, smallest)
-    notes = [note for note in (*notes, why) if note]
-    return exported, replace(program, batch_axis=batch_axis, notes=(*program.notes, *notes))
+    notes = (*program.notes, *([comparison] if comparison else []), why)
+    return exported, replace(program, batch_axis=batch_axis, notes=notes)
 
 
 def _own_copy(model: torch.nn.Module | ExportedProgram) -> torch.nn.Module:
@@ -161,9 +166,19 @@ def _without_input_guards(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _cast(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+    """Casts floating parameters and buffers; complex ones stay (Module.to would drop imaginary parts)."""
+    cast: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        parameters = part.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = part.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in list(chain(parameters, buffers)):
+            if not tensor.is_floating_point():
+                continue
+            if id(tensor) not in cast:
+                values = tensor.detach().to(dtype, copy=True)
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                cast[id(tensor)] = torch.nn.Parameter(values, False) if is_parameter else values
+            setattr(part, name, cast[id(tensor)])
 
 
 def _export(
@@ -179,7 +194,8 @@ def _export(
     ]
     args, kwargs, shapes = _arguments(module, declarations, examples, dynamic)
     try:
-        with torch.no_grad():
+        # torch prints the half-made graph to stderr when it refuses a model.
+        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             functional: ExportedProgram = exported.run_decompositions({})
             return functional
@@ -194,6 +210,29 @@ def _example(declaration: InputDeclaration, sizes: dict[str, int], dtype: torch.
     return torch.zeros(shape, dtype=declaration.torch_dtype)
 
 
+def _parameter_names(module: torch.nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def _takes_keywords(module: torch.nn.Module) -> bool:
+    """Whether this is the module of a .pt2 that was exported with keyword arguments, and takes only those."""
+    if not isinstance(module, torch.fx.GraphModule):
+        return False
+    spec = module._in_spec
+    _, kwargs = pytree.tree_unflatten([None] * spec.num_leaves, spec)
+    return bool(kwargs)
+
+
+def _in_parameter_order(
+    module: torch.nn.Module, declarations: Sequence[InputDeclaration]
+) -> Sequence[InputDeclaration]:
+    """The declarations in the order of forward()'s parameters if they all have the name of one."""
+    names = _parameter_names(module)
+    if all(declaration.name in names for declaration in declarations):
+        return sorted(declarations, key=lambda declaration: names.index(declaration.name))
+    return declarations
+
+
 def _arguments(
     module: torch.nn.Module,
     declarations: Sequence[InputDeclaration],
@@ -201,11 +240,11 @@ def _arguments(
     dynamic: Sequence[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """How ``tensors`` are passed to forward(): positional, by name, and the dynamic dimensions likewise."""
-    parameters = inspect.signature(module.forward).parameters
+    parameters = _parameter_names(module)
     names = [declaration.name for declaration in declarations]
-    if all(name in parameters for name in names):
+    if _takes_keywords(module) or (set(names) <= set(parameters) and names != parameters[: len(names)]):
         return (), dict(zip(names, tensors, strict=True)), dict(zip(names, dynamic, strict=True))
-    kinds = [parameter.kind for parameter in parameters.values()]
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         starred = kinds.index(inspect.Parameter.VAR_POSITIONAL)
         return tuple(tensors), {}, (*dynamic[:starred], tuple(dynamic[starred:]))
@@ -236,7 +275,13 @@ def _check_against(
             answers = Interpreter(program, program.weights, torch.device("cpu")).run(inputs)
     except (RuntimeError, ValueError, IndexError) as error:
         return f"not compared with the model at sizes {smallest}: {first_line(error)}"
-    expected = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+    for spec, answer in zip(program.outputs, answers, strict=True):
+        if tuple(answer.shape) != (declared := evaluate_shape(spec.shape, smallest)):
+            raise ProgramError(
+                f"output {spec.name!r} has the shape {list(answer.shape)} at sizes {smallest}, expected "
+                f"{list(declared)}: the model broadcasts at this size; raise the smallest size of the axis"
+            )
+    expected = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
     worst = max(_difference(a, e) for a, e in zip(answers, expected, strict=True))
     if worst <= _ROUNDING[program.precision]:
         return None

@@ -1,7 +1,7 @@
 """From Triton's requests to rows of tensors, and back.
 
-Knows Triton's request objects only by the few methods that it calls (``get_input_tensor_by_name`` and the
-like of ``pb_utils``), so that it can be read without Triton.
+Knows Triton's request objects only by the few methods that it calls (``inputs``, ``requested_output_names``),
+so that it can be read without Triton.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def parse(index: int, request: Any, program: Program) -> Incoming:
     tensors: list[torch.Tensor] = []
     sizes: dict[str, int] = {}
     on_gpu = False
+    by_name = {tensor.name(): tensor for tensor in request.inputs()}
     for spec in program.inputs:
-        given = request.get_input_tensor_by_name(spec.name)
+        given = by_name.get(spec.name)
         if given is None:
             raise BadRequestError(f"input {spec.name!r} is missing; expected {_expected(program)}")
         on_gpu = on_gpu or not given.is_cpu()

@@ -11,9 +11,10 @@ import uuid
 from pathlib import Path
 
 import pytest
+from repositories import make_repository
+
 from cudnn_fusion.shm_regions import list_regions, unused
 from cudnn_fusion.triton_server import TritonServer
-from repositories import make_repository
 
 MARK = f"CUDNN_FUSION_TEST_SESSION={uuid.uuid4().hex}"
 """In the environment of every server started here: its processes are found by it, and only they."""

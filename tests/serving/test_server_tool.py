@@ -13,9 +13,10 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from conftest import eventually
+from repositories import ECHO, SourceModel, make_repository, on_cpu, python_model, simple_config
+
 from cudnn_fusion import server_files, shm_regions, triton_server
 from cudnn_fusion.triton_server import ServerNotFoundError, ServerStartError, TritonServer
-from repositories import ECHO, SourceModel, make_repository, on_cpu, python_model, simple_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,9 +180,9 @@ def test_the_server_ends_with_the_program_that_started_it(tmp_path, server_envir
         f"log_file=__import__('pathlib').Path({str(tmp_path / 'log')!r})):\n"
         "    print('ready', flush=True); time.sleep(600)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, **server_environment}
-    ) as program:
+    # A program that is killed cannot remove its temporary files: they go where pytest cleans up.
+    environment = {**os.environ, **server_environment, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as program:
         assert program.stdout.readline() == b"ready\n"
         assert any("tritonserver" in line for line in server_processes())
         program.kill()

@@ -82,7 +82,7 @@ def test_what_is_no_environment_is_refused(content: object) -> None:
 def test_the_described_h200_has_the_figures_that_cudnn_checks() -> None:
     assert H200.device_name == "NVIDIA H200"
     assert H200.compute_capability == "9.0"
-    assert (H200.multiprocessors, H200.memory_bus_bits) == (132, 6144)
+    assert (H200.multiprocessors, H200.memory_bus_bits) == (132, 6016)
     assert (H200.cudnn, H200.cuda_driver_api) == (91900, 13000)
     assert (H200.shared_memory_per_block_optin, H200.registers_per_block) == (232448, 65536)
     assert H200.memory_class_gib == 136

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from cudnn_fusion import platform_check
 
 SUPPORTED = {"system": "Linux", "machine": "x86_64", "libc": "glibc 2.35", "python": (3, 11)}

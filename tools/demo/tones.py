@@ -36,6 +36,10 @@ class Frames:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def take(self, indices: npt.NDArray[np.intp]) -> Frames:
+        """The frames at ``indices``, in that order."""
+        return Frames(self.samples[indices], self.hz[indices], tuple(self.kinds[index] for index in indices))
+
 
 def normalise(samples: npt.NDArray[np.floating[Any]]) -> Samples:
     """Frames [..., 1024] with zero mean and unit deviation; silence is centred and stays quiet."""

@@ -1,0 +1,145 @@
+"""Passes keep the answers: against the original module, where folding is right and where it is not."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from torch import nn
+
+from cudnn_fusion.declarations import InputDeclaration
+from cudnn_fusion.interpreter import Interpreter
+from cudnn_fusion.lowered import Constant, Node, Program, Ref, TensorSpec
+from cudnn_fusion.passes import optimize, remove_copies
+from cudnn_fusion.program import export_program
+
+
+def _program(model: nn.Module, declared: str, precision: str = "fp32") -> Program:
+    return export_program(model, [InputDeclaration.parse(declared)], precision)[1]
+
+
+def _run(program: Program, x: torch.Tensor) -> torch.Tensor:
+    return Interpreter(program, program.weights, torch.device("cpu")).run([x])[0]
+
+
+def _operations(program: Program) -> list[str]:
+    return [node.op.split(".")[1] for node in program.nodes]
+
+
+def _relative_error(answer: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((answer.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 3e-3)])
+@pytest.mark.parametrize(
+    ("model", "channels", "folded"),
+    [
+        (models.ConvNet, 3, 2),
+        (models.Residual, 8, 2),
+        (models.NormAfterRelu, 3, 0),
+        (models.NormOfSharedConv, 3, 0),
+    ],
+)
+def test_batch_norm_is_right_wherever_it_stands(
+    model: type[nn.Module], channels: int, folded: int, precision: str, bound: float
+) -> None:
+    """Folding past a relu or into a zero-padded convolution would be wrong by tens of percent."""
+    module = model()
+    program = _program(module, f"x:FP32[batch=1..8,{channels},12,12]", precision)
+    x = torch.randn(3, channels, 12, 12)
+    assert _relative_error(_run(program, x), module.double()(x.double()).detach()) < bound
+    assert sum("folded" in note for note in program.notes) == folded
+    assert not any("batch_norm" in operation for operation in _operations(program))
+
+
+def test_folding_rounds_half_precision_weights_once() -> None:
+    module = models.ConvNet()
+    program = _program(module, "x:FP16[batch=1..8,3,12,12]", "fp16")
+    conv, norm = module.first.double(), module.first_norm.double()
+    scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
+    weight = program.weights["conv2d.folded_weight"]
+    assert torch.equal(weight, (conv.weight * scale[:, None, None, None]).half())
+    assert torch.equal(program.weights["conv2d.folded_bias"], (norm.bias - norm.running_mean * scale).half())
+
+
+def test_two_convolutions_that_share_weights_fold_their_own_batch_norms() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+            self.first, self.second = nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)
+            self.first.running_mean += 3
+            self.second.running_var *= 9
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.conv(self.first(self.conv(x))))
+
+    module = Shared().eval()
+    program = _program(module, "x:FP32[b=1..8,4,6,6]")
+    x = torch.randn(2, 4, 6, 6)
+    assert _operations(program) == ["conv2d", "conv2d"]
+    assert _relative_error(_run(program, x), module(x).detach()) < 1e-5
+
+
+def test_statistics_beyond_half_precision_are_applied_in_float32() -> None:
+    module = nn.BatchNorm2d(3).eval()
+    module.running_var = torch.tensor([1e11, 1.0, 1e-3])
+    module.running_mean = torch.tensor([1e4, 0.0, 0.0])
+    program = _program(module, "input:FP16[b=1..8,3,4,4]", "fp16")
+    x = (torch.randn(2, 3, 4, 4) * 100).half()
+    answer, expected = _run(program, x), module(x.float()).detach()
+    assert answer.dtype == torch.float16
+    assert torch.isfinite(answer).all()
+    for channel in range(3):
+        assert _relative_error(answer[:, channel], expected[:, channel]) < 1e-3
+
+
+@pytest.mark.parametrize("height", [8, 13])
+def test_same_padding_is_written_out_for_even_kernels(height: int) -> None:
+    module = models.SamePadding().eval()
+    program = _program(module, "x:FP32[batch=1..4,3,h=8..20,9]")
+    x = torch.randn(2, 3, height, 9)
+    torch.testing.assert_close(_run(program, x), module(x).detach(), rtol=1e-4, atol=1e-5)
+    assert _operations(program) == ["constant_pad_nd", "conv2d", "constant_pad_nd", "conv2d"]
+    pad, conv = program.nodes[:2]
+    assert conv.op == "aten.conv2d.default"
+    assert conv.args[4] == (1, 2)
+    assert pad.args[1] == (0, 0, 0, 1)
+
+
+def test_copies_are_removed_and_conversions_kept() -> None:
+    def node(name: str, op: str, source: str, dtype: str, **kwargs: Constant) -> Node:
+        return Node(name, op, (Ref(source),), tuple(kwargs.items()), (2,), dtype)
+
+    half = Constant("dtype", "float16")
+    nodes = (
+        node("a", "aten.clone.default", "x", "float32"),
+        node("b", "aten._to_copy.default", "a", "float16", dtype=half),
+        node("c", "aten._to_copy.default", "b", "float16", dtype=half),
+        node("d", "aten.detach.default", "c", "float16"),
+    )
+    x, out = TensorSpec("x", "float32", (2,), "x"), TensorSpec("out", "float16", (2,), "d")
+    program = remove_copies(Program("p", "fp32", (x,), (out,), (), None, nodes, {}))
+    assert [(n.name, n.args) for n in program.nodes] == [("b", (Ref("x"),))]
+    assert program.outputs[0].value == "b"
+
+
+def test_what_no_output_needs_is_removed() -> None:
+    x = TensorSpec("x", "float32", (2,), "x")
+    weights = {"used": torch.ones(2), "unused": torch.ones(2)}
+    nodes = (
+        Node("y", "aten.add.Tensor", (Ref("x"), Ref("used")), (), (2,), "float32"),
+        Node("z", "aten.add.Tensor", (Ref("y"), Ref("unused")), (), (2,), "float32"),
+    )
+    out = TensorSpec("out", "float32", (2,), "y")
+    program = optimize(Program("p", "fp32", (x,), (out,), (), None, nodes, weights), {})
+    assert [node.name for node in program.nodes] == ["y"]
+    assert list(program.weights) == ["used"]
+
+
+def test_tied_weights_are_stored_once() -> None:
+    module = models.TiedWeights()
+    program = _program(module, "x:FP32[batch=1..8,4]")
+    assert list(program.weights) == ["first.weight"]
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(_run(program, x), module(x).detach())
