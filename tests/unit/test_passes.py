@@ -108,14 +108,14 @@ def test_same_padding_is_written_out_for_even_kernels(height: int) -> None:
 
 
 def test_copies_are_removed_and_conversions_kept() -> None:
-    def node(name: str, op: str, source: str, dtype: str, **kwargs: Constant) -> Node:
-        return Node(name, op, (Ref(source),), tuple(kwargs.items()), (2,), dtype)
+    def node(name: str, op: str, source: str, dtype: str) -> Node:
+        kwargs = (("dtype", Constant("dtype", dtype)),) if "_to_copy" in op else ()
+        return Node(name, op, (Ref(source),), kwargs, (2,), dtype)
 
-    half = Constant("dtype", "float16")
     nodes = (
         node("a", "aten.clone.default", "x", "float32"),
-        node("b", "aten._to_copy.default", "a", "float16", dtype=half),
-        node("c", "aten._to_copy.default", "b", "float16", dtype=half),
+        node("b", "aten._to_copy.default", "a", "float16"),
+        node("c", "aten._to_copy.default", "b", "float16"),
         node("d", "aten.detach.default", "c", "float16"),
     )
     x, out = TensorSpec("x", "float32", (2,), "x"), TensorSpec("out", "float16", (2,), "d")
