@@ -15,7 +15,7 @@ from cudnn_fusion.interpreter import Interpreter, Replacement, infer_shapes
 from cudnn_fusion.lowered import Program
 from cudnn_fusion.partition import Partition, SegmentSite
 from cudnn_fusion.plan_cache import Served, worst
-from cudnn_fusion.segment import to_layout
+from cudnn_fusion.segment import empty, to_layout
 from cudnn_fusion.shapes import Bucket
 
 WARM_UP_RUNS = 2
@@ -113,10 +113,7 @@ class Executor:
                 for site, plan in zip(resources.partition.sites, served, strict=True)
             ],
         )
-        self.inputs = [
-            torch.zeros(input_dims(spec.shape, bucket), dtype=getattr(torch, spec.dtype), device=device)
-            for spec in resources.program.inputs
-        ]
+        self.inputs = _static_inputs(resources, bucket)
         # An output may be an input or a weight itself, and must not change with it after it was handed out.
         self._static = {_storage(t) for t in (*self.inputs, *resources.weights.values())}
         if capture and device.type == "cuda":
@@ -132,12 +129,12 @@ class Executor:
         return self._graph is not None
 
     def run(self) -> list[torch.Tensor]:
-        """Runs on what ``inputs`` hold; the outputs, row-major, are valid until any executor runs again.
+        """Runs on what ``inputs`` hold; the outputs, in any layout, are valid until any executor runs again.
 
         On a GPU the work is queued on the shared stream, which the caller has made current.
         """
         if self._graph is None:
-            outputs = self._interpreter.run(self.inputs)
+            outputs = self._interpreter.run(self.inputs, row_major=False)
             return [o.clone() if _storage(o) in self._static else o for o in outputs]
         self._graph.replay()
         return self._outputs
@@ -154,13 +151,32 @@ class Executor:
         with torch.cuda.graph(
             graph, pool=self._resources.pool, stream=stream, capture_error_mode="thread_local"
         ):
-            self._outputs = self._interpreter.run(self.inputs)
+            self._outputs = self._interpreter.run(self.inputs, row_major=False)
         self._graph = graph
 
 
 def input_dims(shape: Sequence[int | str], bucket: Bucket) -> tuple[int, ...]:
     """An input's dims at a bucket: named axes take the bucket's sizes."""
     return tuple(size if isinstance(size, int) else bucket.size(size) for size in shape)
+
+
+def _static_inputs(resources: Resources, bucket: Bucket) -> list[torch.Tensor]:
+    """Zeroed input buffers; those that a segment reads lie as it wants them, so that filling them converts."""
+    read = {
+        site.value(operand.name)
+        for site in resources.partition.sites
+        for operand in site.segment.inputs
+        if operand.role == "input"
+    }
+    return [
+        empty(
+            input_dims(spec.shape, bucket),
+            "channels_last" if spec.value in read else "row_major",
+            getattr(torch, spec.dtype),
+            resources.device,
+        ).zero_()
+        for spec in resources.program.inputs
+    ]
 
 
 def _storage(tensor: torch.Tensor) -> int:

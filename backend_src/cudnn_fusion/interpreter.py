@@ -143,9 +143,15 @@ class Interpreter:
         self._calls = self._bind(steps, frozenset(weights), frozenset(s.value for s in program.outputs))
 
     def run(
-        self, inputs: Sequence[torch.Tensor], observe: Callable[[str, object], None] | None = None
+        self,
+        inputs: Sequence[torch.Tensor],
+        observe: Callable[[str, object], None] | None = None,
+        row_major: bool = True,
     ) -> list[torch.Tensor]:
-        """The program's outputs, contiguous in row-major order, in the order of ``program.outputs``.
+        """The program's outputs in the order of ``program.outputs``.
+
+        They are contiguous in row-major order; with ``row_major`` False they lie as the last operation left
+        them, for a caller that copies them anyway.
 
         ``inputs`` are on the interpreter's device in the order of ``program.inputs``. ``observe`` is called
         with the name and value of every node that runs. An output may share memory with an input or a weight.
@@ -161,7 +167,8 @@ class Interpreter:
                 observe(name, result)
             for unused in dead:
                 values[unused] = None
-        return [values[slot].contiguous() for slot in self._outputs]
+        outputs = [values[slot] for slot in self._outputs]
+        return [output.contiguous() for output in outputs] if row_major else outputs
 
     def _steps(self, program: Program, replacements: Sequence[Replacement]) -> list[_Step]:
         by_output = {replacement.output: replacement for replacement in replacements}

