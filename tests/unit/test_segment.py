@@ -1,0 +1,221 @@
+"""Keys of segments, and how tensors lie in memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from programs import bias_operand, conv_segment, program_of, run_in_torch, run_with_sites, sizes_of
+from torch import nn
+
+from cudnn_fusion.partition import partition
+from cudnn_fusion.segment import Operand, Operation, empty, is_packed, packed_strides, to_layout
+
+X, W = (2, 8, 9, 9), (8, 8, 3, 3)
+LEAKY = Operation("leaky_relu", None, (("negative_slope", 0.01),))
+
+
+def base(**attributes):
+    return conv_segment(Operation("bias", "bias"), LEAKY, extra=[bias_operand()], **attributes)
+
+
+def key(segment, x=X, w=W, validation="v1"):
+    return segment.key(sizes_of(segment, x, w), validation)
+
+
+def with_operand(segment, name, **changes):
+    return replace(
+        segment, operands=tuple(replace(o, **changes) if o.name == name else o for o in segment.operands)
+    )
+
+
+def with_operation(segment, index, operation):
+    operations = list(segment.operations)
+    operations[index] = operation
+    return replace(segment, operations=tuple(operations))
+
+
+DIFFERENT = {
+    "dilation": base(dilation=(2, 2)),
+    "dilation of one axis": base(dilation=(1, 2)),
+    "stride": base(stride=(2, 2)),
+    "stride of one axis": base(stride=(2, 1)),
+    "groups": base(groups=2),
+    "padding": base(padding_before=(1, 1), padding_after=(1, 1)),
+    "padding before": base(padding_before=(1, 1)),
+    "padding after": base(padding_after=(1, 1)),
+    "padding of the other axis": base(padding_before=(0, 1), padding_after=(0, 1)),
+    "negative slope": with_operation(base(), 2, Operation("leaky_relu", None, (("negative_slope", 0.1),))),
+    "activation": with_operation(base(), 2, Operation("relu")),
+    "no bias": conv_segment(LEAKY),
+    "order of operations": replace(base(), operations=(base().operations[0], LEAKY, base().operations[1])),
+    "kind of a per-channel operation": with_operation(base(), 1, Operation("scale", "bias")),
+    "name of an operand": with_operation(base(), 1, Operation("bias", "bias2")),
+    "one more operation": replace(base(), operations=(*base().operations, Operation("relu"))),
+    "precision": replace(base(), precision="tf32"),
+    **{
+        f"{field} of {name}": with_operand(base(), name, **{field: value})
+        for name in ("x", "w", "bias", "y")
+        for field, value in (("dtype", "float16"), ("layout", "row_major"), ("role", "other"))
+    },
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_difference_in_one_field_is_another_key(name):
+    """Plans of layers that differ in one attribute must not be mixed up (vllm issue 43119)."""
+    sizes = sizes_of(base(), X, W)
+    assert DIFFERENT[name].key(sizes, "v1").digest() != base().key(sizes, "v1").digest()
+
+
+def test_all_differences_differ_from_each_other():
+    sizes = {**sizes_of(base(), X, W), "bias2": (1, 8, 1, 1)}
+    digests = [segment.key(sizes, "v1").digest() for segment in DIFFERENT.values()]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("other", [{"x": (1, 8, 9, 9)}, {"x": (2, 8, 9, 10)}, {"w": (16, 8, 3, 3)}])
+def test_other_sizes_are_another_key(other):
+    assert key(base(), **other).digest() != key(base()).digest()
+
+
+def test_other_validation_settings_are_another_key():
+    assert key(base(), validation="v2").digest() != key(base()).digest()
+
+
+def test_the_order_in_which_attributes_are_given_does_not_matter():
+    conv = base().operations[0]
+    shuffled = replace(conv, attributes=tuple(reversed(conv.attributes)))
+    assert key(with_operation(base(), 0, shuffled)) == key(base())
+
+
+class _TwoConvs(nn.Module):
+    def __init__(self, **second):
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, **{"padding": 1, **second})
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).relu()
+
+
+def test_layers_that_differ_in_weights_only_share_a_key():
+    first, second = partition(program_of(_TwoConvs(), "x:FP32[2,4,8,8]")).sites
+    assert first.segment.signature() == second.segment.signature()
+
+
+def test_layers_that_differ_in_dilation_share_none():
+    """With padding that keeps the sizes equal only the attribute tells them apart."""
+    program = program_of(_TwoConvs(dilation=2, padding=2), "x:FP32[2,4,8,8]")
+    first, second = partition(program).sites
+    assert first.segment.signature() != second.segment.signature()
+
+
+@pytest.mark.parametrize(
+    ("dims", "layout", "strides"),
+    [
+        ((2, 3, 4, 5), "channels_last", (60, 1, 15, 3)),
+        ((2, 3, 4, 5), "row_major", (60, 20, 5, 1)),
+        ((7,), "row_major", (1,)),
+        ((), "row_major", ()),
+        ((2, 3, 1, 1), "channels_last", (3, 1, 3, 3)),
+        ((1, 1, 1, 1), "channels_last", (1, 1, 1, 1)),
+    ],
+)
+def test_packed_strides(dims, layout, strides):
+    assert packed_strides(dims, layout) == strides
+
+
+def test_a_layout_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="4 dimensions"):
+        packed_strides((2, 3), "channels_last")
+    with pytest.raises(ValueError, match="unknown layout 'nchw'"):
+        packed_strides((2, 3), "nchw")
+
+
+@pytest.mark.parametrize("dims", [(5, 4, 1, 1), (1, 1, 6, 7), (3, 1, 5, 1), (1, 8, 1, 1)])
+def test_strides_of_axes_of_size_one_do_not_matter(dims):
+    """torch states any stride for an axis of size 1 (pytorch issue 49446): both layouts are the same bytes."""
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        tensor = torch.randn(dims).to(memory_format=memory_format)
+        odd = tensor.as_strided(dims, [s if n > 1 else 99 for n, s in zip(dims, tensor.stride(), strict=True)])
+        assert is_packed(odd, "channels_last")
+        assert to_layout(odd, "channels_last") is odd
+
+
+def test_views_are_packed_anew_and_keep_their_values():
+    whole = torch.randn(2, 6, 5, 4)
+    views = [
+        whole,
+        whole.permute(0, 1, 3, 2),
+        whole.permute(0, 3, 1, 2),
+        whole[:, ::2],
+        whole[:, :, 1:3],
+        whole[:1].expand(3, 6, 5, 4),
+        whole.flip(2).to(memory_format=torch.channels_last)[:, 1:],
+    ]
+    for view in views:
+        for layout in ("channels_last", "row_major"):
+            packed = to_layout(view, layout)
+            assert packed.stride() == packed_strides(tuple(view.shape), layout) or packed is view
+            assert is_packed(packed, layout)
+            torch.testing.assert_close(packed, view, rtol=0, atol=0)
+    nhwc = torch.randn(2, 5, 4, 6).permute(0, 3, 1, 2)
+    assert to_layout(nhwc, "channels_last") is nhwc
+
+
+def test_an_empty_tensor_has_the_layout_it_is_asked_for():
+    assert empty((2, 3, 4, 5), "channels_last", torch.float16, torch.device("cpu")).stride() == (60, 1, 15, 3)
+    assert is_packed(torch.empty(0, 3, 4, 5), "channels_last")
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "attributes"),
+    [
+        ((2, 4, 11, 9), (6, 4, 3, 2), {"stride": (2, 1), "padding_before": (1, 0), "padding_after": (2, 1)}),
+        ((1, 6, 8, 8), (6, 2, 3, 3), {"groups": 3, "dilation": (2, 3)}),
+        ((3, 4, 1, 1), (5, 4, 1, 1), {}),
+    ],
+)
+def test_output_dims_are_those_of_torch(x, w, attributes):
+    from cudnn_fusion.evaluate import conv2d
+
+    segment = conv_segment(**attributes)
+    got = conv2d(torch.zeros(x), torch.zeros(w), None, segment.operations[0])
+    assert segment.output_dims({"x": x, "w": w}) == tuple(got.shape)
+
+
+class _PointConv(nn.Module):
+    """1x1 convolutions on 1x1 images, as a squeeze-and-excite block has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(6, 3, 1)
+        self.up = nn.Conv2d(3, 6, 1)
+
+    def forward(self, x):
+        return x * self.up(self.down(x.mean((2, 3), keepdim=True)).relu()).sigmoid()
+
+
+@pytest.mark.parametrize("form", ["channels_last", "row_major", "unfold_matmul"])
+def test_inputs_in_any_layout_give_the_same_answer(form):
+    """Strides that lie about size-1 axes gave wrong convolutions (pytorch issue 81106)."""
+    torch.manual_seed(0)
+    program = program_of(_PointConv(), "x:FP32[batch=1..8,6,5,7]")
+    x = torch.randn(4, 6, 5, 7)
+    (expected,) = run_in_torch(program, x)
+    layouts = {
+        "NCHW": x,
+        "NHWC": x.contiguous(memory_format=torch.channels_last),
+        "permuted": x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        "sliced": torch.cat([x, x], 3)[..., :7],
+    }
+    for name, given in layouts.items():
+        (got,) = run_with_sites(program, given, form=form)
+        torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_operands_are_looked_up_by_name():
+    assert base().operand("bias") == Operand("bias", "float32", "channels_last", "weight")
+    with pytest.raises(KeyError):
+        base().operand("residual")
+    assert base().describe() == "conv2d+bias+leaky_relu"
