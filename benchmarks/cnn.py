@@ -3,10 +3,10 @@
     python benchmarks/cnn.py --output benchmarks/results/h200-2026-12-02-cnn.json
 
 Every column is the replay of one CUDA graph of the whole network, and all columns of a row are replayed in
-turn, so that clocks and neighbours meet them alike. The baselines get what ours gets: the network in inference
-mode, half precision, channels-last, static shapes, a CUDA graph; eager with cudnn.benchmark, torch.compile with
-inductor's freezing (constant folding of weights), its code captured in a CUDA graph like ours (which is what
-mode "reduce-overhead" does, without that mode's copies of inputs).
+turn, so that clocks and neighbours meet them alike. The baselines get what ours gets: the network in
+inference mode, the row's precision, channels-last, static shapes, a CUDA graph; eager with cudnn.benchmark,
+torch.compile with inductor's freezing (constant folding of weights), its code captured in a CUDA graph like
+ours (which is what mode "reduce-overhead" does, without that mode's copies of inputs).
 """
 
 from __future__ import annotations
@@ -245,16 +245,17 @@ def interleaved(runs: Mapping[str, Callable[[], object]]) -> dict[str, tuple[flo
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The rows with ratios."""
-    columns = ("model", "precision", "batch", "eager", "compile", "ours", "floor us", "eager/", "compile/", "error")
+    times = ("eager us", "compile us", "ours us", "floor us")
+    columns = ("model", "precision", "batch", *times, "eager/ours", "compile/ours", "error (eager's)")
     table = Table(*columns, box=box.SIMPLE)
     for row in rows:
-        times = [row[key] for key in ("eager_us", "compile_us", "ours_us", "floor_us")]
+        values = [row[key] for key in ("eager_us", "compile_us", "ours_us", "floor_us")]
         ratios = [row[key] / row["ours_us"] if row[key] else None for key in ("eager_us", "compile_us")]
         table.add_row(
             row["model"],
             row["precision"],
             str(row["batch"]),
-            *(f"{value:.1f}" if value else "-" for value in times),
+            *(f"{value:.1f}" if value else "-" for value in values),
             *(f"{value:.2f}" if value else "-" for value in ratios),
             f"{row['ours_error']:.1e} ({row['eager_error']:.1e})",
         )

@@ -43,6 +43,7 @@ def main(
 ) -> None:
     """Enumerates, builds, checks and times candidates for every segment and bucket, and publishes winners."""
     place = torch.device("cuda", device) if torch.cuda.is_available() else torch.device("cpu")
+    pretuning: Pretuning | None = None
     try:
         pretuning = Pretuning.open(model_directory, place, target, staging, force)
         wanted = parse_buckets(buckets, pretuning.program)
@@ -52,10 +53,8 @@ def main(
         console.print(f"[red]not tuned:[/red] {error}", highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        console.print(
-            f"interrupted; finished plans are kept in {pretuning.tuner.store.root}: run the same command "
-            "again to go on"
-        )
+        kept = "" if pretuning is None else f"; finished plans are kept in {pretuning.tuner.store.root}"
+        console.print(f"interrupted{kept}: run the same command again to go on", highlight=False)
         raise typer.Exit(130) from None
     _print(result)
     if result.tuned < len(result.outcomes):

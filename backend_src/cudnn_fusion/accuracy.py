@@ -69,18 +69,27 @@ def _ratio(error: float, scale: float) -> float:
 
 
 def verdict(errors: Errors, torch_errors: Errors, precision: str) -> str | None:
-    """None when the errors are within the mode's bound, else the reason in one line."""
+    """None when the errors are within the mode's bound, else the reason in one line.
+
+    Where torch's own result is not finite (an overflow, or NaN among the inputs) only the floor is allowed.
+    """
     mode = MODES[precision]
     bounds = Errors(
-        max(mode.floor_largest, TORCH_MULTIPLE * torch_errors.largest),
-        max(mode.floor_rms, TORCH_MULTIPLE * torch_errors.rms),
+        _bound(mode.floor_largest, torch_errors.largest), _bound(mode.floor_rms, torch_errors.rms)
     )
     if errors.largest <= bounds.largest and errors.rms <= bounds.rms:
         return None
-    return (
+    reason = (
         f"wrong: error {errors.largest:.2e} largest, {errors.rms:.2e} rms; "
         f"allowed {bounds.largest:.2e} and {bounds.rms:.2e}"
     )
+    if math.isfinite(torch_errors.largest):
+        return reason
+    return f"{reason}; torch's own result is not finite: values overflow in {precision}, or an input is NaN"
+
+
+def _bound(floor: float, torch_error: float) -> float:
+    return max(floor, TORCH_MULTIPLE * torch_error) if math.isfinite(torch_error) else floor
 
 
 def poison(dims: Dims, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -161,7 +161,7 @@ def input_dims(shape: Sequence[int | str], bucket: Bucket) -> tuple[int, ...]:
 
 
 def _static_inputs(resources: Resources, bucket: Bucket) -> list[torch.Tensor]:
-    """Zeroed input buffers; those that a segment reads lie as it wants them, so that filling them converts."""
+    """Zeroed input buffers; those that a segment reads lie as it wants them: filling them converts."""
     read = {
         site.value(operand.name)
         for site in resources.partition.sites

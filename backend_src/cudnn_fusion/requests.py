@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from cudnn_fusion.lowered import Program, TensorSpec
 from cudnn_fusion.shapes import Bucket, Part
@@ -74,7 +73,8 @@ def parse(index: int, request: Any, program: Program) -> Incoming:
 
 def _tensor(given: Any, spec: TensorSpec, program: Program) -> torch.Tensor:
     try:
-        tensor: torch.Tensor = from_dlpack(given.to_dlpack())
+        # The object, not a capsule of it: only so is a GPU tensor's own stream waited for.
+        tensor: torch.Tensor = torch.from_dlpack(given)
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
         raise BadRequestError(
             f"input {spec.name!r} cannot be read ({error}); expected a contiguous {TRITON_TYPES[spec.dtype]} "
@@ -166,7 +166,7 @@ def cut_out(
     outputs: Sequence[torch.Tensor],
     shared: bool,
 ) -> None:
-    """Gives every request its rows of a part's outputs, row-major, on the CPU unless its inputs came on a GPU.
+    """Gives every request its rows of a part's outputs, row-major, on the CPU unless it came on a GPU.
 
     ``shared`` says that the outputs are the executor's own buffers, from which the rows must be copied.
     """

@@ -93,7 +93,21 @@ class ServedModel:
             report.buckets.append(bucket)
             self._tuned.add(bucket)
             self._executors[bucket] = executor
+        if self.resources.device.type == "cuda":
+            self._warm_up()
         return report
+
+    def _warm_up(self) -> None:
+        """Runs the reference once at the smallest sizes: torch's first call of a kernel loads libraries, which
+        the first request of an untuned size must not wait for."""
+        bucket = Bucket.of({axis.name: axis.minimum for axis in self.program.axes})
+        sizes = self.resources.segment_sizes(bucket)
+        sites = self.resources.partition.sites
+        plain = [self.cache.reference(s.segment, z, "") for s, z in zip(sites, sizes, strict=True)]
+        try:
+            Executor(self.resources, bucket, plain, capture=False).run()
+        except torch.cuda.OutOfMemoryError as error:
+            _LOG.warning("no warm-up of the reference: out of memory: %s", error)
 
     def reasons(self) -> list[str]:
         """Why segments are not served ``exact``, a line each, with the number of segments it holds for."""
@@ -107,7 +121,9 @@ class ServedModel:
     def choose(self, request: Bucket) -> BucketChoice:
         """How sizes of a request are served; see `cudnn_fusion.shapes.choose`."""
         axis = next((a for a in self.program.axes if a.name == self.program.batch_axis), None)
-        return choose(request, self._tuned, self.program.batch_axis, axis.maximum if axis else None)
+        if axis is None:
+            return choose(request, self._tuned, None)
+        return choose(request, self._tuned, axis.name, axis.maximum, axis.minimum)
 
     def executor(self, bucket: Bucket) -> tuple[Executor, bool]:
         """The bucket's executor, and whether it was live. Plans nothing: an untuned bucket is queued."""

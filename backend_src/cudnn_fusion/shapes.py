@@ -54,12 +54,17 @@ class BucketChoice:
 
 
 def choose(
-    request: Bucket, tuned: Iterable[Bucket], batch_axis: str | None, batch_maximum: int | None = None
+    request: Bucket,
+    tuned: Iterable[Bucket],
+    batch_axis: str | None,
+    batch_maximum: int | None = None,
+    batch_minimum: int = 1,
 ) -> BucketChoice:
     """Picks buckets for ``request``: never one smaller than what runs in it.
 
     Padding is only done along ``batch_axis``: along any other axis it could change the answer. Untuned sizes
-    run as they are, in parts of ``batch_maximum`` rows at most (None: no limit).
+    run as they are, in parts of ``batch_maximum`` rows at most (None: no limit), what is left over padded to
+    ``batch_minimum``.
     """
     if batch_axis is None:
         kind = "exact_shape" if request in set(tuned) else "none"
@@ -75,7 +80,7 @@ def choose(
         parts.append(Part(request.with_size(batch_axis, largest), start, largest))
         start += largest
     rest = rows - start
-    last = next((size for size in fitting if size >= rest), rest)
+    last = next((size for size in fitting if size >= rest), max(rest, batch_minimum))
     parts.append(Part(request.with_size(batch_axis, last), start, rest))
     if not fitting:
         return BucketChoice("none", tuple(parts))

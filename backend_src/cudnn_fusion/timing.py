@@ -13,51 +13,104 @@ Run = Callable[[], object]
 
 FIRST_ROUNDS = 3
 FINAL_ROUNDS = 15
+CPU_FINAL_ROUNDS = 7
 FINALISTS = 8
 RUNS_PER_GRAPH = 20
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and interquartile range of one run, microseconds."""
+    """Median and interquartile range of one run, microseconds.
+
+    ``final`` says that it was timed to the end. One that left early was timed at another moment, perhaps of
+    less load: its time does not compare with theirs.
+    """
 
     median_us: float
     spread_us: float
+    final: bool
 
 
 def time_interleaved(
-    runs: Sequence[Run], device: torch.device, keep: Sequence[int] = ()
+    runs: Sequence[Run],
+    device: torch.device,
+    keep: Sequence[int] = (),
+    on_failure: Callable[[int, Exception], None] | None = None,
 ) -> dict[int, Timing]:
     """Times every run in turn, round by round, so that a change of clocks or load meets all alike.
 
     After a few rounds only the fastest go on, and those whose index is in ``keep``. Returns the timing of all
     by index; of those that left early, what was measured until then. On a GPU a run is a CUDA-graph replay of
-    `RUNS_PER_GRAPH` calls between events; a call that cannot be captured raises.
+    `RUNS_PER_GRAPH` calls between events. A run that raises (one that cannot be captured does) is left out
+    and told to ``on_failure``; without that, raises.
     """
-    measures = [_measure_cuda(run, device) if device.type == "cuda" else _measure_cpu(run) for run in runs]
-    samples: dict[int, list[float]] = {index: [] for index in range(len(runs))}
-    _rounds(measures, samples, list(samples), FIRST_ROUNDS)
-    ranked = sorted(samples, key=lambda index: min(samples[index]))
-    best = min(samples[ranked[0]])
-    finalists = [i for i in ranked[:FINALISTS] if min(samples[i]) <= 1.5 * best]
-    finalists += [index for index in keep if index not in finalists]
-    for index in finalists:
-        samples[index].clear()
-    _rounds(measures, samples, finalists, FINAL_ROUNDS if device.type == "cuda" else 7)
-    return {index: _summary(values) for index, values in samples.items()}
+    race = _Race(device, on_failure)
+    for index, run in enumerate(runs):
+        race.enter(index, run)
+    race.rounds(list(race.samples), FIRST_ROUNDS)
+    finalists = race.finals(keep, FINAL_ROUNDS if device.type == "cuda" else CPU_FINAL_ROUNDS)
+    return {index: _summary(values, index in finalists) for index, values in race.samples.items()}
 
 
-def _rounds(
-    measures: Sequence[Callable[[], float]], samples: dict[int, list[float]], which: Sequence[int], count: int
-) -> None:
-    for _ in range(count):
-        for index in which:
-            samples[index].append(measures[index]())
+class _Race:
+    """Runs that are timed against each other. ``samples`` holds microseconds of those still in it."""
+
+    def __init__(self, device: torch.device, on_failure: Callable[[int, Exception], None] | None) -> None:
+        self.samples: dict[int, list[float]] = {}
+        self._measures: dict[int, Callable[[], float]] = {}
+        self._device = device
+        self._on_failure = on_failure
+
+    def enter(self, index: int, run: Run) -> None:
+        """Prepares a run, which runs it."""
+        try:
+            self._measures[index] = (
+                _measure_cuda(run, self._device) if self._device.type == "cuda" else _measure_cpu(run)
+            )
+            self.samples[index] = []
+        except (RuntimeError, ValueError, TypeError) as failure:
+            self._leave(index, failure)
+
+    def rounds(self, which: Sequence[int], count: int) -> None:
+        """Measures each of ``which`` once a round."""
+        for _ in range(count):
+            for index in which:
+                if index not in self.samples:
+                    continue
+                try:
+                    self.samples[index].append(self._measures[index]())
+                except (RuntimeError, ValueError, TypeError) as failure:
+                    self._leave(index, failure)
+
+    def finals(self, keep: Sequence[int], count: int) -> list[int]:
+        """Times the fastest so far and those of ``keep`` anew, and gives which.
+
+        When one of them fails, those that were compared with it get another chance.
+        """
+        while True:
+            finalists = self._fastest(keep)
+            for index in finalists:
+                self.samples[index].clear()
+            self.rounds(finalists, count)
+            if all(index in self.samples for index in finalists):
+                return finalists
+
+    def _fastest(self, keep: Sequence[int]) -> list[int]:
+        ranked = sorted(self.samples, key=lambda index: min(self.samples[index]))
+        best = min(self.samples[ranked[0]]) if ranked else 0.0
+        fastest = [i for i in ranked[:FINALISTS] if min(self.samples[i]) <= 1.5 * best]
+        return fastest + [i for i in keep if i in self.samples and i not in fastest]
+
+    def _leave(self, index: int, failure: Exception) -> None:
+        if self._on_failure is None:
+            raise failure
+        self.samples.pop(index, None)
+        self._on_failure(index, failure)
 
 
-def _summary(values: Sequence[float]) -> Timing:
+def _summary(values: Sequence[float], final: bool) -> Timing:
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return Timing(statistics.median(values), high - low)
+    return Timing(statistics.median(values), high - low, final)
 
 
 def _measure_cpu(run: Run) -> Callable[[], float]:

@@ -12,9 +12,9 @@ from cudnn_fusion import accuracy
 from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Engine, ReadyPlan, Sizes
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM
 from cudnn_fusion.environment import Compatibility, Provenance
-from cudnn_fusion.evaluate import evaluate
 from cudnn_fusion.executor import Executor, Resources, input_dims, site_weights
 from cudnn_fusion.interpreter import Interpreter
+from cudnn_fusion.judge import Judge, Tensors
 from cudnn_fusion.lowered import Program
 from cudnn_fusion.partition import SegmentSite
 from cudnn_fusion.plan import BucketRecord, Candidate, Errors, Plan, PlanKey, now_text, sha256_hex
@@ -24,8 +24,9 @@ from cudnn_fusion.segment import Segment, to_layout
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.timing import Timing, time_interleaved
 
-Tensors = Mapping[str, torch.Tensor]
 Samples = Mapping[str, torch.Tensor]
+
+_FAILURES = (CandidateRejectedError, RuntimeError, ValueError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class _Checked:
 class Tuner:
     """Tunes a program's segments on one device and publishes each winner to ``store`` at once.
 
-    ``known`` are stores to take finished plans from: the model's own and its sibling versions'. ``on_outcome``
-    is called after each key.
+    ``known`` are stores to take finished plans from: the model's own and its sibling versions'.
+    ``on_outcome`` is called after each key.
     """
 
     resources: Resources
@@ -95,7 +96,7 @@ class Tuner:
         ``seed``. Results are published one by one: an interruption loses nothing that is finished.
         """
         work = self.work(bucket)
-        known = {w.key: p for w in work if (p := self._finished(w.key, timed=True)) is not None}
+        known = {w.key: p for w in work if (p := self._take_finished(w.key, timed=True)) is not None}
         values: Tensors | None = None
         outcomes: list[Outcome] = []
         for item in work:
@@ -108,14 +109,14 @@ class Tuner:
                 outcome = self._tune_one(bucket, item, values, "samples" if samples else "generated")
             outcomes.append(outcome)
             self.on_outcome(outcome)
-        self._record(bucket, outcomes, self._model_times(bucket, outcomes))
+        self._record(bucket, outcomes, timed=True)
         return outcomes
 
     def plan_untimed(self, bucket: Bucket, engine: Engine) -> list[Outcome]:
         """Builds the engine's first choice for every key, without running anything: for an absent device."""
         outcomes: list[Outcome] = []
         for item in self.work(bucket):
-            known = self._finished(item.key, timed=False)
+            known = self._take_finished(item.key, timed=False)
             outcome = (
                 Outcome(bucket, item, known, reused=True)
                 if known is not None
@@ -123,18 +124,24 @@ class Tuner:
             )
             outcomes.append(outcome)
             self.on_outcome(outcome)
-        self._record(bucket, outcomes, (None, None))
+        self._record(bucket, outcomes, timed=False)
         return outcomes
 
-    def _finished(self, key: PlanKey, timed: bool) -> Plan | None:
-        """A plan tuned for this very program: in the staging store, or named by one of its buckets."""
+    def _take_finished(self, key: PlanKey, timed: bool) -> Plan | None:
+        """A plan tuned for this very program: in the staging store, or named by a bucket of a known one.
+
+        Afterwards it is in the staging store, from which everything is published.
+        """
         if self.force:
             return None
         for store in (self.store, *self.known):
             found = store.find(self.compatibility, key)
             if not isinstance(found, Found) or (timed and not found.plan.timed):
                 continue
-            if store is self.store or key.digest() in self._digests(store):
+            if store is self.store:
+                return found.plan
+            if key.digest() in self._digests(store):
+                self.store.publish(self.compatibility, found.plan, found.blob)
                 return found.plan
         return None
 
@@ -142,7 +149,7 @@ class Tuner:
         records = store.buckets(self.compatibility, self.resources.program.sha256)
         return {digest for record in records for digest in record.entries}
 
-    def _recheck(self, bucket: Bucket, item: Work, judge: _Judge, checked_on: str) -> Outcome | None:
+    def _recheck(self, bucket: Bucket, item: Work, judge: Judge, checked_on: str) -> Outcome | None:
         """A plan tuned for another program (a sibling version, other weights): checked again, not timed."""
         for store in () if self.force else self.known:
             found = store.find(self.compatibility, item.key)
@@ -160,28 +167,28 @@ class Tuner:
                 return Outcome(bucket, item, plan, reused=True)
         return None
 
-    def _record(
-        self, bucket: Bucket, outcomes: Sequence[Outcome], times_us: tuple[float | None, float | None]
-    ) -> None:
-        if outcomes and all(outcome.plan is not None for outcome in outcomes):
-            digests = tuple(outcome.work.key.digest() for outcome in outcomes)
-            record = BucketRecord(
-                bucket.sizes, self.resources.program.sha256, digests, *times_us, made_at=now_text()
-            )
-            self.store.publish_bucket(self.compatibility, record)
+    def _record(self, bucket: Bucket, outcomes: Sequence[Outcome], timed: bool) -> None:
+        """Records the bucket if every key has a plan; as it was before when nothing is new about it."""
+        if not outcomes or any(outcome.plan is None for outcome in outcomes):
+            return
+        digests = tuple(outcome.work.key.digest() for outcome in outcomes)
+        record = self._recorded(bucket, digests, timed) if all(o.reused for o in outcomes) else None
+        if record is None:
+            ours_us, torch_us = self._model_times(bucket) if timed else (None, None)
+            program = self.resources.program.sha256
+            record = BucketRecord(bucket.sizes, program, digests, ours_us, torch_us, now_text())
+        self.store.publish_bucket(self.compatibility, record)
 
-    def _model_times(self, bucket: Bucket, outcomes: Sequence[Outcome]) -> tuple[float | None, float | None]:
-        """Microseconds of the whole program from the winners and from torch alone, timed against each other.
-
-        What an earlier run measured stays; (None, None) when a segment has no plan.
-        """
-        program = self.resources.program.sha256
+    def _recorded(self, bucket: Bucket, digests: tuple[str, ...], timed: bool) -> BucketRecord | None:
         for store in (self.store, *self.known):
-            for record in store.buckets(self.compatibility, program):
-                if record.bucket == bucket and record.model_time_us is not None and not self.force:
-                    return record.model_time_us, record.torch_time_us
-        if not all(outcome.plan is not None for outcome in outcomes):
-            return None, None
+            for record in store.buckets(self.compatibility, self.resources.program.sha256):
+                same = record.bucket == bucket and record.entries == digests
+                if same and (record.model_time_us is not None or not timed):
+                    return record
+        return None
+
+    def _model_times(self, bucket: Bucket) -> tuple[float, float]:
+        """Microseconds of the whole program from the winners and from torch alone, timed together."""
         stores = (self.store, *self.known)
         engines = {engine.name: engine for engine in self.engines}
         device = self.resources.device
@@ -221,7 +228,8 @@ class Tuner:
             if operand.role == "input"
         }
         inputs = model_inputs(resources.program, bucket, samples, seed, resources.device)
-        seen = dict(zip((spec.value for spec in resources.program.inputs), inputs, strict=True))
+        seen = dict(resources.weights)
+        seen.update(zip((spec.value for spec in resources.program.inputs), inputs, strict=True))
 
         def observe(name: str, value: object) -> None:
             if name in wanted and isinstance(value, torch.Tensor):
@@ -233,7 +241,7 @@ class Tuner:
     def _tune_one(self, bucket: Bucket, item: Work, values: Tensors, checked_on: str) -> Outcome:
         rejected: list[tuple[str, str]] = []
         operand_sets = [self._operands(site, values) for site in item.sites]
-        judge = _Judge(item, operand_sets)
+        judge = Judge(item.segment, item.sizes, operand_sets, seed=int(item.key.digest()[:6], 16))
         rechecked = self._recheck(bucket, item, judge, checked_on)
         if rechecked is not None:
             return rechecked
@@ -247,11 +255,10 @@ class Tuner:
                     survivors.append(checked)
         if not survivors:
             return Outcome(bucket, item, None, reused=False, reasons=tuple(rejected))
-        timings = self._time(survivors, operand_sets[0], item)
+        timings = self._time(survivors, operand_sets[0], rejected)
         if not timings:
-            rejected += [(s.built.candidate.label(), "could not be timed") for s in survivors]
             return Outcome(bucket, item, None, reused=False, reasons=tuple(rejected))
-        winner = min(timings, key=lambda index: timings[index].median_us)
+        winner = min(timings, key=lambda index: (not timings[index].final, timings[index].median_us))
         torch_index = next((i for i in timings if _is_reference(survivors[i].built.candidate)), None)
         plan = replace(
             self._plan(item.key, survivors[winner].built, checked_on, rejected),
@@ -261,9 +268,7 @@ class Tuner:
             torch_time_us=None if torch_index is None else timings[torch_index].median_us,
             error=survivors[winner].error,
             torch_error=judge.torch_error,
-            sampled=accuracy.sampled_reference(
-                item.segment, item.sizes, int(item.key.digest()[:6], 16), self.resources.device
-            ),
+            sampled=judge.sampled,
             candidates_timed=len(timings),
         )
         self.store.publish(self.compatibility, plan, survivors[winner].built.blob)
@@ -276,32 +281,38 @@ class Tuner:
                 operands[operand.name] = values[site.value(operand.name)]
         return operands
 
-    def _check(self, engine: Engine, item: Work, candidate: Candidate, judge: _Judge) -> _Checked | str:
+    def _check(self, engine: Engine, item: Work, candidate: Candidate, judge: Judge) -> _Checked | str:
         self.built_candidates += 1
         try:
             built = engine.build(item.segment, item.sizes, candidate)
-        except CandidateRejectedError as rejection:
-            return str(rejection)
+        except _FAILURES as failure:
+            return _reason(failure, "is not built")
         return self._run_checks(engine, item, built, judge)
 
-    def _run_checks(self, engine: Engine, item: Work, built: BuiltPlan, judge: _Judge) -> _Checked | str:
+    def _run_checks(self, engine: Engine, item: Work, built: BuiltPlan, judge: Judge) -> _Checked | str:
         try:
             ready = engine.load(item.segment, item.sizes, built.candidate, built.blob, built.workspace_bytes)
             error = judge.check(ready)
-        except CandidateRejectedError as rejection:
-            return str(rejection)
-        except (RuntimeError, ValueError, TypeError) as failure:
-            return f"does not run: {' '.join(str(failure).split())[:200]}"
+        except _FAILURES as failure:
+            return _reason(failure, "does not run")
         return error if isinstance(error, str) else _Checked(built, ready, error)
 
-    def _time(self, survivors: Sequence[_Checked], operands: Tensors, item: Work) -> dict[int, Timing]:
+    def _time(
+        self, survivors: Sequence[_Checked], operands: Tensors, rejected: list[tuple[str, str]]
+    ) -> dict[int, Timing]:
+        """Times of the survivors by index; those that fail meanwhile are added to ``rejected``."""
         device = self.resources.device
         workspace_bytes = max(s.ready.workspace_bytes for s in survivors)
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
         keep = [i for i, s in enumerate(survivors) if _is_reference(s.built.candidate)]
         runs = [_timed_run(s.ready, operands, workspace) for s in survivors]
         self.timed_candidates += len(runs)
-        return time_interleaved(runs, device, keep)
+
+        def reject(index: int, failure: Exception) -> None:
+            reason = _reason(failure, "fails when run again and again")
+            rejected.append((survivors[index].built.candidate.label(), reason))
+
+        return time_interleaved(runs, device, keep, reject)
 
     def _plan(
         self, key: PlanKey, built: BuiltPlan, checked_on: str, rejected: Sequence[tuple[str, str]]
@@ -326,49 +337,6 @@ class Tuner:
             made_at=now_text(),
             provenance=self.provenance.to_json(),
         )
-
-
-class _Judge:
-    """Float64 references of one key for every layer that uses it, and torch's own errors."""
-
-    def __init__(self, item: Work, operand_sets: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        self.item = item
-        self.operand_sets = operand_sets
-        self.expected = [accuracy.reference(item.segment, operands) for operands in operand_sets]
-        results = [evaluate(item.segment.operations, operands) for operands in operand_sets]
-        measured = [
-            accuracy.measure(result, expected)
-            for result, expected in zip(results, self.expected, strict=True)
-        ]
-        self.torch_errors = measured
-        self.torch_error = _largest(measured)
-        self.nan_operands = _with_nan(operand_sets[0])
-        self.nan_expected = evaluate(item.segment.operations, self.nan_operands)
-
-    def check(self, ready: ReadyPlan) -> Errors | str:
-        """The largest errors over all layers, or the reason to reject. Raises what a failing plan raises."""
-        errors: list[Errors] = []
-        for operands, expected, torch_errors in zip(
-            self.operand_sets, self.expected, self.torch_errors, strict=True
-        ):
-            error = accuracy.measure(self._run(ready, operands), expected)
-            refusal = accuracy.verdict(error, torch_errors, self.item.segment.precision)
-            if refusal:
-                return refusal
-            errors.append(error)
-        return accuracy.nan_refusal(self._run(ready, self.nan_operands), self.nan_expected) or _largest(
-            errors
-        )
-
-    def _run(self, ready: ReadyPlan, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        x = operands["x"]
-        out = accuracy.poison(tuple(self.item.sizes["y"]), x.dtype, x.device)
-        workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=x.device)
-        result = ready.run(operands, workspace, out)
-        if x.device.type == "cuda":
-            # A buffer error shows only here, and must be this candidate's.
-            torch.cuda.synchronize(x.device)
-        return result
 
 
 def model_inputs(
@@ -396,29 +364,25 @@ def _sample_rows(name: str, samples: Samples, dims: tuple[int, ...]) -> torch.Te
     if name not in samples:
         raise ValueError(f"the samples hold no array for input {name!r}; they hold {sorted(samples)}")
     array = samples[name]
+    if not dims and not array.dim():
+        return array
     if array.dim() != len(dims) or tuple(array.shape[1:]) != dims[1:] or array.shape[0] == 0:
         raise ValueError(
-            f"samples for input {name!r} have dims {tuple(array.shape)}; expected (rows, {dims[1:]})"
+            f"samples for input {name!r} have dims {list(array.shape)}; expected one row or more of "
+            f"{list(dims[1:])}, as in {list(dims)}"
         )
     repeats = math.ceil(dims[0] / array.shape[0])
     return torch.cat([array] * repeats)[: dims[0]]
-
-
-def _with_nan(operands: Tensors) -> dict[str, torch.Tensor]:
-    x = operands["x"].clone(memory_format=torch.preserve_format)
-    count = x.numel()
-    for position in (0, count // 2, count - 1):
-        index = [int(i) for i in torch.unravel_index(torch.tensor(position), x.shape)]
-        x[tuple(index)] = math.nan
-    return {**operands, "x": x}
 
 
 def _timed_run(ready: ReadyPlan, operands: Tensors, workspace: torch.Tensor) -> Callable[[], object]:
     return lambda: ready.run(operands, workspace)
 
 
-def _largest(errors: Sequence[Errors]) -> Errors:
-    return Errors(max(e.largest for e in errors), max(e.rms for e in errors))
+def _reason(failure: Exception, what: str) -> str:
+    if isinstance(failure, CandidateRejectedError):
+        return str(failure)
+    return f"{what}: {' '.join(str(failure).split())[:200]}"
 
 
 def _is_reference(candidate: Candidate) -> bool:

@@ -6,13 +6,28 @@ Each is called with a repository's path or with models by name (see `repositorie
 """
 
 import contextlib
+import os
+import shutil
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+# Threads that wait for each other do so asleep: spinning, they hold up the server on a machine of two cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import small_net
+from model_server import ModelServer
 from repositories import make_repository
 
+from cudnn_fusion.declarations import InputDeclaration
+from cudnn_fusion.model_directory import write_model
+from cudnn_fusion.program import export_program
 from cudnn_fusion.shm_regions import list_regions, unused
 from cudnn_fusion.triton_server import TritonServer
 
@@ -106,6 +121,53 @@ def serve_module(tmp_path_factory):
 def serve_session(tmp_path_factory):
     with _factory(tmp_path_factory.mktemp("session")) as start:
         yield start
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """A function from a precision to the small network exported in it, as a model directory; not tuned."""
+    made: dict[str, Path] = {}
+
+    def export(precision: str) -> Path:
+        if precision not in made:
+            declarations = [InputDeclaration.parse(text) for text in small_net.INPUTS]
+            program = export_program(small_net.small_net(), declarations, precision, name="net")
+            made[precision] = tmp_path_factory.mktemp(precision) / "net"
+            write_model(*program, made[precision])
+        return made[precision]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def tuned(exported, tmp_path_factory):
+    """The small network in fp32, tuned on this machine's CPU at batches 1, 4 and 16 for height 16."""
+    folder = tmp_path_factory.mktemp("tuned")
+    shutil.copytree(exported("fp32"), folder / "net")
+    buckets = ";".join(f"batch={batch},height=16" for batch in (1, 4, 16))
+    command = [sys.executable, str(ROOT / "tools" / "pretune.py"), str(folder / "net")]
+    subprocess.run([*command, "--buckets", buckets, "--staging", str(folder / "staging")], check=True)
+    return folder / "net"
+
+
+@pytest.fixture(scope="session")
+def model_server(serve_session, tmp_path_factory):
+    """A server for models that tests put into it (see `model_server.ModelServer`)."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("repository", "elsewhere")]
+    # `serve_session` takes one repository; the second one comes as an argument of the server's own.
+    server = serve_session(
+        folders[0], extra_args=["--model-control-mode=explicit", f"--model-repository={folders[1]}"]
+    )
+    models = ModelServer(server, *folders)
+    yield models
+    models.close()
+
+
+@pytest.fixture(scope="session")
+def net(model_server, tuned):
+    """The tuned network, loaded. Tests that change it or look at its log take a model of their own."""
+    with model_server.serving("net", tuned) as model:
+        yield model
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+import torch.utils.dlpack
 from torch import nn
 
 from cudnn_fusion import lowered
@@ -113,8 +115,8 @@ def write_version(model: Path, program: Program, version: int = 1) -> Program:
 
 def with_hash(program: Program) -> Program:
     """The program as if it had been written: with some content hash."""
-    digests = [str(weight.double().sum().item()) for weight in program.weights.values()]
-    return replace(program, sha256=f"{abs(hash((program.name, *digests))):064x}"[-64:])
+    weights = [weight.double().sum().item() for weight in program.weights.values()]
+    return replace(program, sha256=hashlib.sha256(repr((program.nodes, weights)).encode()).hexdigest())
 
 
 def run_in_torch(program: Program, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -123,7 +125,7 @@ def run_in_torch(program: Program, *inputs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def run_with_sites(program: Program, *inputs: torch.Tensor, form: str = REFERENCE_FORM) -> list[torch.Tensor]:
-    """What an executor gives whose every segment is served by a torch form (or the reference if it has none)."""
+    """What an executor gives whose segments are served by a torch form, or by the reference."""
     resources = Resources(program, partition(program), CPU)
     dims = {
         axis: size
@@ -209,7 +211,9 @@ def tuner_of(
     )
 
 
-def served(program: Program, store: PlanStore, engines: dict[str, object] | None = None, **settings: object) -> ServedModel:
+def served(
+    program: Program, store: PlanStore, engines: dict[str, object] | None = None, **settings: object
+) -> ServedModel:
     """A served model over one plan store."""
     return ServedModel(program, cache_of([store], **(engines or {})), [store], Settings(**settings))  # type: ignore[arg-type]
 
@@ -274,3 +278,47 @@ class FakeEngine:
             raise CandidateRejectedError(f"no behaviour {candidate.plan_name!r}")
         ready = TorchEngine(CPU).load(segment, sizes, Candidate("torch", REFERENCE_FORM), None, 0)
         return FakePlan(ready, self.behaviours[candidate.plan_name])
+
+
+@dataclass
+class GivenTensor:
+    """A request's tensor, as the server hands it over."""
+
+    given_name: str
+    tensor: torch.Tensor
+    cpu: bool = True
+
+    def name(self) -> str:
+        """Its name."""
+        return self.given_name
+
+    def is_cpu(self) -> bool:
+        """Where it lies."""
+        return self.cpu
+
+    def to_dlpack(self) -> object:
+        """A capsule, which can be read once."""
+        return torch.utils.dlpack.to_dlpack(self.tensor)
+
+
+@dataclass
+class GivenRequest:
+    """A server's request."""
+
+    tensors: list[GivenTensor]
+    outputs: list[str]
+
+    def inputs(self) -> list[GivenTensor]:
+        """Its input tensors."""
+        return self.tensors
+
+    def requested_output_names(self) -> list[str]:
+        """What it asks for."""
+        return self.outputs
+
+
+def request_of(program: Program, **tensors: torch.Tensor) -> GivenRequest:
+    """A request for all outputs."""
+    return GivenRequest(
+        [GivenTensor(n, t) for n, t in tensors.items()], [spec.name for spec in program.outputs]
+    )

@@ -134,10 +134,12 @@ def test_a_layout_that_cannot_be_is_refused():
 
 @pytest.mark.parametrize("dims", [(5, 4, 1, 1), (1, 1, 6, 7), (3, 1, 5, 1), (1, 8, 1, 1)])
 def test_strides_of_axes_of_size_one_do_not_matter(dims):
-    """torch states any stride for an axis of size 1 (pytorch issue 49446): both layouts are the same bytes."""
+    """torch may state any stride there (pytorch issue 24090): both layouts are the same bytes."""
     for memory_format in (torch.contiguous_format, torch.channels_last):
         tensor = torch.randn(dims).to(memory_format=memory_format)
-        odd = tensor.as_strided(dims, [s if n > 1 else 99 for n, s in zip(dims, tensor.stride(), strict=True)])
+        odd = tensor.as_strided(
+            dims, [s if n > 1 else 99 for n, s in zip(dims, tensor.stride(), strict=True)]
+        )
         assert is_packed(odd, "channels_last")
         assert to_layout(odd, "channels_last") is odd
 
@@ -198,7 +200,7 @@ class _PointConv(nn.Module):
 
 @pytest.mark.parametrize("form", ["channels_last", "row_major", "unfold_matmul"])
 def test_inputs_in_any_layout_give_the_same_answer(form):
-    """Strides that lie about size-1 axes gave wrong convolutions (pytorch issue 81106)."""
+    """Strides that lie about size-1 axes gave wrong convolutions (pytorch issues 81106, 87617)."""
     torch.manual_seed(0)
     program = program_of(_PointConv(), "x:FP32[batch=1..8,6,5,7]")
     x = torch.randn(4, 6, 5, 7)

@@ -120,14 +120,14 @@ def headline(text: str) -> None:
 
 
 def export(model: Path) -> None:
-    """Exports CREPE tiny to ``model``, in place of what an earlier run has left there."""
+    """Exports CREPE tiny to ``model``, in place of what an earlier run has left there, its plans included."""
+    shutil.rmtree(model, ignore_errors=True)
     program(
         "tools/export.py",
         "--model=tools.demo.crepe:crepe_tiny",
         f"--input=audio:FP32[batch=1..{LARGEST_BATCH},{tones.FRAME_SAMPLES}]",
         "--precision=fp32",
         f"--out={model}",
-        *(["--force"] if model.exists() else []),
     )
 
 
