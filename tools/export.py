@@ -18,7 +18,7 @@ from rich.table import Table
 
 from cudnn_fusion.declarations import InputDeclaration
 from cudnn_fusion.lowered import Program, ProgramError
-from cudnn_fusion.model_directory import WrittenModel, write_model
+from cudnn_fusion.model_directory import WrittenModel, model_name, write_model
 from cudnn_fusion.program import export_program, load_model
 
 
@@ -46,10 +46,11 @@ def main(
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore", FutureWarning)
     try:
+        name = model_name(out)
         declarations = [InputDeclaration.parse(text) for text in inputs]
         output_names = [name.strip() for name in output.split(",")] if output else None
         exported, program = export_program(
-            load_model(model), declarations, precision, name=out.name, output_names=output_names
+            load_model(model), declarations, precision, name=name, output_names=output_names
         )
         written = write_model(exported, program, out, version=version, force=force)
     except (ProgramError, OSError) as error:

@@ -9,6 +9,7 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -50,11 +51,11 @@ def main(
         arrays = None if samples is None else load_samples(samples)
         result = _run(pretuning, wanted, arrays)
     except (PretuneError, PlanStoreError, ValueError) as error:
-        console.print(f"[red]not tuned:[/red] {error}", highlight=False)
+        console.print(f"[red]not tuned:[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         kept = "" if pretuning is None else f"; finished plans are kept in {pretuning.tuner.store.root}"
-        console.print(f"interrupted{kept}: run the same command again to go on", highlight=False)
+        console.print(f"interrupted{escape(kept)}: run the same command again to go on", highlight=False)
         raise typer.Exit(130) from None
     _print(result)
     if result.tuned < len(result.outcomes):
@@ -75,6 +76,7 @@ def _run(pretuning: Pretuning, buckets: list[Bucket], arrays: dict[str, torch.Te
         f"{pretuning.version_directory}: {pretuning.program.precision}, {tuner.compatibility.label()}, "
         f"buckets {' '.join(b.name for b in buckets)}",
         highlight=False,
+        markup=False,
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("segments x buckets", total=total)
@@ -136,7 +138,7 @@ def _print_failures(result: Result) -> None:
                 highlight=False,
             )
             for label, reason in outcome.reasons[:10]:
-                console.print(f"  {label}: {reason}", highlight=False)
+                console.print(escape(f"  {label}: {reason}"), highlight=False)
 
 
 if __name__ == "__main__":

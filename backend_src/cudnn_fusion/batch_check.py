@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cudnn_fusion.dims import evaluate_shape
+from cudnn_fusion.dims import axis_names, evaluate_shape
+from cudnn_fusion.export_errors import first_line
 from cudnn_fusion.interpreter import Interpreter, dtype_named
 from cudnn_fusion.lowered import Program, TensorSpec
 
@@ -34,16 +35,20 @@ def find_batch_axis(program: Program, sizes: dict[str, int]) -> tuple[str | None
     other rows replaced by random values or zeros, and another number of rows, leave a row's answer equal
     within rounding. ``sizes`` are the sizes of the other axes to try it at.
     """
-    borders = [spec.shape[0] if spec.shape else None for spec in (*program.inputs, *program.outputs)]
-    axis = next((axis for axis in program.axes if all(first == axis.name for first in borders)), None)
+    borders = (*program.inputs, *program.outputs)
+    first_dims = [spec.shape[0] if spec.shape else None for spec in borders]
+    axis = next((axis for axis in program.axes if all(dim == axis.name for dim in first_dims)), None)
     if axis is None:
         return None, "no batch axis: no dynamic axis is the first dimension of every input and output"
+    elsewhere = next((s.name for s in borders if any(axis.name in axis_names(d) for d in s.shape[1:])), None)
+    if elsewhere:
+        return None, f"axis {axis.name} is no batch axis: {elsewhere} has it in another dimension too"
     few = min(axis.maximum, max(axis.minimum, 2))
     many = min(axis.maximum, max(few + 1, axis.minimum + 3))
     try:
         problem = _influence(program, axis.name, sizes, few, many)
     except (RuntimeError, ValueError, IndexError) as error:
-        return None, f"no batch axis: the check of axis {axis.name} could not run here ({error})"
+        return None, f"no batch axis: the check of axis {axis.name} could not run here ({first_line(error)})"
     if problem:
         return None, f"axis {axis.name} is no batch axis: {problem}"
     return axis.name, f"batch axis {axis.name}: rows were found independent"

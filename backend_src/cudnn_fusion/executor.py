@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cudnn_fusion.engines.base import Sizes
-from cudnn_fusion.interpreter import Interpreter, Replacement, infer_shapes
+from cudnn_fusion.interpreter import Interpreter, Replacement, infer_shapes, recorded_shapes
 from cudnn_fusion.lowered import Program
 from cudnn_fusion.partition import Partition, SegmentSite
 from cudnn_fusion.plan_cache import Served, worst
@@ -59,8 +59,11 @@ class Resources:
 
     def segment_sizes(self, bucket: Bucket) -> list[Sizes]:
         """Dims of every operand of every site at a bucket, in the order of ``partition.sites``."""
-        shapes = infer_shapes(self.program, dict(bucket.sizes))
-        return [site_sizes(site, shapes, self.program) for site in self.partition.sites]
+        shapes = recorded_shapes(self.program, dict(bucket.sizes))
+        sites = self.partition.sites
+        if not all(site.value(operand.name) in shapes for site in sites for operand in site.segment.operands):
+            shapes = infer_shapes(self.program, dict(bucket.sizes))
+        return [site_sizes(site, shapes, self.program) for site in sites]
 
 
 def site_sizes(site: SegmentSite, shapes: Mapping[str, tuple[int, ...]], program: Program) -> Sizes:

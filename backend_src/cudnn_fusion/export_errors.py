@@ -27,7 +27,7 @@ def explain(error: Exception, declarations: Sequence[InputDeclaration]) -> str:
     if "Constraints violated" in text or "Suggested fixes" in text:
         advice = _axis_advice(text, declarations)
         return f"torch.export cannot keep the declared axes dynamic.\n{reason}\n{advice}"
-    declared = ", ".join(f"{d.name}:{d.dtype}{list(d.shape)}" for d in declarations)
+    declared = ", ".join(f"{d.name}:{d.dtype}[{','.join(map(str, d.shape))}]" for d in declarations)
     return (
         f"torch.export cannot trace the model with the inputs {declared}.\n{reason}\n"
         "Check that forward() runs in eval mode with inputs of these types for every size in the declared "

@@ -120,7 +120,7 @@ class Instance:
         try:
             program = lowered.read(version_directory / LOWERED)
         except lowered.ProgramError as error:
-            raise ServingError(f"{error}; export the model again with tools/export.py") from error
+            raise ServingError(f"the exported program cannot be used: {error} (tools/export.py writes it)") from error
         clock.lap("read")
         configure(program.precision)
         here = place(device)
@@ -258,8 +258,8 @@ class Instance:
         buckets = " ".join(bucket.name for bucket in self.report.buckets) or "none"
         text = (
             f"program {self.model.program.sha256[:12]} {self.model.program.precision} "
-            f"on {self.place.device}; tuned buckets: {buckets}; segments: {dict(origins)}; seconds: {seconds}; "
-            f"MiB: weights {self.model.resources.weight_bytes / 2**20:.1f}, "
+            f"on {self.place.device}; tuned buckets: {buckets}; segments: {dict(origins)}; "
+            f"seconds: {seconds}; MiB: weights {self.model.resources.weight_bytes / 2**20:.1f}, "
             f"workspace {self.model.resources.workspace.numel() / 2**20:.1f}, "
             f"executors {sum(e.bytes for e in self.model.live) / 2**20:.1f}"
         )

@@ -300,6 +300,21 @@ def _builder(argument: Argument, slots: Mapping[str, int], device: torch.device)
     return lambda values: fixed
 
 
+def recorded_shapes(program: Program, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """The shape of every input, weight and node for which the program states one, with axes at ``sizes``.
+
+    Takes microseconds, while `infer_shapes` loads torch's compiler the first time, which takes seconds.
+    ProgramError: an axis has no size.
+    """
+    stated = {spec.name: spec.shape for spec in program.inputs}
+    stated |= {node.name: node.shape for node in program.nodes if node.shape is not None}
+    shapes = {name: tuple(weight.shape) for name, weight in program.weights.items()}
+    try:
+        return shapes | {name: evaluate_shape(shape, sizes) for name, shape in stated.items()}
+    except ValueError as error:
+        raise ProgramError(str(error)) from None
+
+
 def infer_shapes(program: Program, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """The shape of every input, weight and node result that is one tensor, with axes at ``sizes``.
 

@@ -178,11 +178,15 @@ def _content_hash(document: Mapping[str, Any], weights_file: Path) -> str:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError(f"{text} is not a number in JSON")
+        return value
 
     try:
-        document = json.loads(path.read_bytes().decode("utf-8"), parse_constant=refuse)
+        text = path.read_bytes().decode("utf-8")
+        document = json.loads(text, parse_float=finite, parse_constant=finite)
     except (OSError, ValueError, RecursionError) as error:
         raise ProgramError(f"{path} cannot be read as JSON ({error}); export again") from None
     if not isinstance(document, dict):
@@ -356,12 +360,7 @@ def node_references(node: Node) -> tuple[str, ...]:
 def _validate(program: Program) -> None:
     if program.precision not in PRECISIONS:
         raise ProgramError(f"precision is {program.precision!r}, expected one of {', '.join(PRECISIONS)}")
-    axes = {axis.name for axis in program.axes}
-    for axis in program.axes:
-        if not 1 <= axis.minimum <= axis.maximum:
-            raise ProgramError(f"axis {axis.name!r} has the range {axis.minimum}..{axis.maximum}")
-    if program.batch_axis is not None and program.batch_axis not in axes:
-        raise ProgramError(f"the batch axis {program.batch_axis!r} is not one of its axes")
+    axes = _checked_axes(program)
     if not program.outputs:
         raise ProgramError("it has no outputs")
     if len({spec.name for spec in program.outputs}) != len(program.outputs):
@@ -379,6 +378,21 @@ def _validate(program: Program) -> None:
         _check_shape(spec.name, spec.shape, spec.dtype, axes)
         if spec.value not in known:
             raise ProgramError(f"{spec.name!r} is the value of {spec.value!r}, which nothing computes")
+
+
+def _checked_axes(program: Program) -> set[str]:
+    for axis in program.axes:
+        if not 1 <= axis.minimum <= axis.maximum:
+            raise ProgramError(f"axis {axis.name!r} has the range {axis.minimum}..{axis.maximum}")
+    axes = {axis.name for axis in program.axes}
+    if len(axes) != len(program.axes):
+        raise ProgramError("two of its axes have the same name")
+    if program.batch_axis is not None and program.batch_axis not in axes:
+        raise ProgramError(f"the batch axis {program.batch_axis!r} is not one of its axes")
+    for spec in (*program.inputs, *program.outputs):
+        if program.batch_axis is not None and spec.shape[:1] != (program.batch_axis,):
+            raise ProgramError(f"the batch axis {program.batch_axis!r} is not the first of {spec.name!r}")
+    return axes
 
 
 def _names(program: Program) -> set[str]:

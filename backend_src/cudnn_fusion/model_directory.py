@@ -2,20 +2,23 @@
 
     <name>/config.pbtxt
     <name>/<version>/model.py       imports the package's TritonPythonModel
-    <name>/<version>/model.pt2      the program as torch.export saves it, for the record and for other tools
+    <name>/<version>/__pycache__    a file: keeps Python from making a folder here
+    <name>/<version>/model.pt2      the program as torch.export saves it, for other tools; never served
     <name>/<version>/lowered/       what is served
 
-Everything is written beside the directory first and then renamed into place. What others put into a version
-directory (its ``plans`` above all) is kept.
+Everything is written into a temporary directory first and then renamed into place. What others put into a
+version directory (its ``plans`` above all) is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +27,23 @@ from torch.export import ExportedProgram
 
 from cudnn_fusion import lowered
 from cudnn_fusion.declarations import TRITON_DTYPES
+from cudnn_fusion.export_errors import first_line
 from cudnn_fusion.lowered import Program, ProgramError, TensorSpec
+from cudnn_fusion.settings import Settings
 
 _MADE_BY = "# Made by cudnn-fusion's export; checksum of what follows: "
-_OWN_FILES = ("model.pt2", "model.py", "lowered")
+# Inside the model's directory, where Triton ignores it; in the repository it would be taken for a model, and
+# one that an interrupted export left would keep the server from starting.
+_STAGING = ".exporting-"
+_OWN_FILES = ("model.pt2", "model.py", "lowered", "__pycache__")
 _MODEL_PY = """from cudnn_fusion.triton_model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
+"""
+# The interpreter in which Triton runs a model ignores PYTHONDONTWRITEBYTECODE. It makes no folder where a
+# file of that name is.
+_NO_BYTE_CODE = """A file in place of the folder in which Python would keep model.py's byte code:
+Triton takes such a folder for a change of the model and loads the model again.
 """
 _TRITON_NAMES = {str(dtype).removeprefix("torch."): f"TYPE_{name}" for name, dtype in TRITON_DTYPES.items()}
 
@@ -57,41 +70,59 @@ def write_model(
     ProgramError: the name or version is not one, the program cannot be described to Triton, or the directory
     must not be replaced. OSError: it cannot be written.
     """
+    name = model_name(out)
     out = Path(os.path.abspath(out))
-    _check_name(out.name)
     if version < 1:
         raise ProgramError(f"version {version} must be 1 or more: Triton names versions by positive numbers")
-    config = config_text(program, out.name)
-    config_messages = _check_replaceable(out, config, force)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".exporting-{out.name}-") as temporary:
-        made = Path(temporary, "new")
-        program = _write_version(exported, program, made)
-        messages = _plan_messages(out / str(version), program)
-        out.mkdir(exist_ok=True)
-        _swap_in(made, out / str(version), Path(temporary, "old"))
+    config = config_text(program, name)
+    config_messages = _check_replaceable(out, version, config, force)
+    with _staging(out) as staging:
+        made = staging / "new"
+        program, messages = _write_version(exported, program, made)
+        messages += _plan_messages(out / str(version), program)
+        _swap_in(made, out / str(version), staging / "old")
         if "kept" not in config_messages:
-            Path(temporary, "config.pbtxt").write_text(config, encoding="utf-8")
+            (staging / "config.pbtxt").write_text(config, encoding="utf-8")
             if "replaced" in config_messages:
                 os.replace(out / "config.pbtxt", out / "config.pbtxt.old")
-            os.replace(Path(temporary, "config.pbtxt"), out / "config.pbtxt")
+            os.replace(staging / "config.pbtxt", out / "config.pbtxt")
     return WrittenModel(out, version, program, (*messages, *config_messages.values()))
 
 
-def _check_name(name: str) -> None:
+@contextlib.contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A temporary directory in ``out``. When nothing was put beside it in the end, ``out`` goes too."""
+    out.mkdir(parents=True, exist_ok=True)
+    for left_by_a_killed_export in out.glob(f"{_STAGING}*"):
+        shutil.rmtree(left_by_a_killed_export)
+    try:
+        with tempfile.TemporaryDirectory(dir=out, prefix=_STAGING) as temporary:
+            yield Path(temporary)
+    finally:
+        if not any(out.iterdir()):
+            out.rmdir()
+
+
+def model_name(out: Path) -> str:
+    """The name of the model that is written to ``out``. ProgramError: Triton would not take it."""
+    name = os.path.basename(os.path.abspath(out))
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name):
         raise ProgramError(
             f"{name!r} cannot be a model's name: end --out in letters, digits, '_', '.' and '-', "
             "for example model_repository/resnet50"
         )
+    return name
 
 
-def _check_replaceable(out: Path, config: str, force: bool) -> dict[str, str]:
-    """What happens to an old config.pbtxt (``kept`` or ``replaced``), with the message that says so."""
+def _check_replaceable(out: Path, version: int, config: str, force: bool) -> dict[str, str]:
+    """What to do about an old config.pbtxt, with the message that says so.
+
+    ``kept``: it stays. ``replaced``: it is put aside. ``shared``: other versions have to fit the new one too.
+    """
     if out.exists() and not out.is_dir():
         raise ProgramError(f"{out} is a file, expected a directory or nothing")
     path = out / "config.pbtxt"
-    if not out.is_dir() or not any(out.iterdir()):
+    if not out.is_dir() or all(entry.name.startswith(_STAGING) for entry in out.iterdir()):
         return {}
     old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     recorded, body = _recorded_checksum(old)
@@ -101,9 +132,16 @@ def _check_replaceable(out: Path, config: str, force: bool) -> dict[str, str]:
                 f"{out} exists and was not made by an export: choose another --out or use --force"
             )
         return {"replaced": f"the old config.pbtxt is now {path}.old"} if old else {}
+    unchanged = recorded == _recorded_checksum(config)[0]
     if recorded == _checksum(body):
-        return {}
-    if recorded == _recorded_checksum(config)[0]:
+        others = [path.name for path in out.iterdir() if path.name.isdecimal() and path.name != str(version)]
+        if unchanged or not others:
+            return {}
+        versions = ", ".join(sorted(others, key=int))
+        return {
+            "shared": f"config.pbtxt changed, and other versions ({versions}) read it: check that they fit"
+        }
+    if unchanged:
         return {"kept": "config.pbtxt was edited and is kept: inputs and outputs are unchanged"}
     if not force:
         raise ProgramError(
@@ -122,11 +160,20 @@ def _checksum(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
-def _write_version(exported: ExportedProgram, program: Program, directory: Path) -> Program:
+def _write_version(
+    exported: ExportedProgram, program: Program, directory: Path
+) -> tuple[Program, tuple[str, ...]]:
     directory.mkdir()
-    torch.export.save(exported, directory / "model.pt2")
     (directory / "model.py").write_text(_MODEL_PY, encoding="utf-8")
-    return lowered.write(program, directory / "lowered")
+    (directory / "__pycache__").write_text(_NO_BYTE_CODE, encoding="utf-8")
+    written = lowered.write(program, directory / "lowered")
+    try:
+        torch.export.save(exported, directory / "model.pt2")
+    except NotImplementedError as error:
+        # Above all a named tuple as result: it is served, but torch cannot write its type down.
+        (directory / "model.pt2").unlink(missing_ok=True)
+        return written, (f"no model.pt2, which serving does not need: {first_line(error)}",)
+    return written, ()
 
 
 def _plan_messages(version: Path, program: Program) -> tuple[str, ...]:
@@ -153,7 +200,7 @@ def _swap_in(made: Path, version: Path, old: Path) -> None:
     version.rename(old)
     try:
         for entry in sorted(old.iterdir()):
-            if entry.name not in _OWN_FILES and entry.name != "__pycache__":
+            if entry.name not in _OWN_FILES:
                 entry.rename(made / entry.name)
                 moved.append(entry.name)
         made.rename(version)
@@ -199,14 +246,20 @@ _BATCHING = """# You may set preferred_batch_size and max_queue_delay_microsecon
 dynamic_batching { }
 """
 
-_PARAMETERS = """# You may add instance_group (count, kind, gpus) and model_warmup. Engine "auto" takes cuDNN
-# plans on a GPU and torch elsewhere, "torch" takes torch everywhere.
-parameters { key: "ENGINE" value { string_value: "auto" } }
+
+def _parameter(name: str, value: object) -> str:
+    return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}'
+
+
+_DEFAULTS = Settings()
+_PARAMETERS = f"""# You may add instance_group (count, kind, gpus) and model_warmup.
+# ENGINE "auto" serves the plans made for the machine, "reference" serves plain torch.
+{_parameter("ENGINE", _DEFAULTS.engine)}
 # Memory for the buffers of all buckets of one instance, and how many buckets it holds.
-parameters { key: "EXECUTOR_MEMORY_MB" value { string_value: "2048" } }
-parameters { key: "MAX_BUCKETS" value { string_value: "16" } }
+{_parameter("EXECUTOR_MEMORY_MB", _DEFAULTS.executor_memory_mb)}
+{_parameter("MAX_BUCKETS", _DEFAULTS.max_buckets)}
 # Leave at "no": inputs may stay on the GPU.
-parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }
+{_parameter("FORCE_CPU_ONLY_INPUT_TENSORS", "no")}
 """
 
 

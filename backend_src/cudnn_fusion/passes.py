@@ -56,7 +56,7 @@ def remove_copies(program: Program) -> Program:
             same[node.name] = source.name
         else:
             kept.append(renamed)
-    notes = [f"removed {len(same)} operations that only copy"] if same else []
+    notes = [f"operations removed because they only copy: {len(same)}"] if same else []
     return _rebuilt(program, kept, same, notes)
 
 
@@ -177,13 +177,13 @@ def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) ->
         affine = _scale_shift(norm, program, originals)
         if affine is None or _name_of(weight) not in weights or (bias and _name_of(bias) not in weights):
             continue
-        dtype = weights[_name_of(weight)].dtype
+        folded_weight, folded_bias = _folded(conv, affine, program, originals)
+        if not (folded_weight.isfinite().all() and folded_bias.isfinite().all()):
+            dtype = _dtype_name(folded_weight)
+            notes.append(f"{norm.name} is not folded: {conv.name}'s weights would leave the range of {dtype}")
+            continue
         new_weight, new_bias = names(f"{conv.name}.folded_weight"), names(f"{conv.name}.folded_bias")
-        full_weight = _full(_name_of(weight), program, originals)
-        full_bias = _full(_name_of(bias), program, originals) if bias else torch.zeros_like(affine.shift)
-        scale = affine.scale.reshape(-1, *[1] * (full_weight.dim() - 1))
-        weights[new_weight] = (full_weight * scale).to(dtype)
-        weights[new_bias] = (full_bias * affine.scale + affine.shift).to(dtype)
+        weights |= {new_weight: folded_weight, new_bias: folded_bias}
         changed[conv.name] = replace(
             conv, args=(conv.args[0], Ref(new_weight), Ref(new_bias), *conv.args[3:])
         )
@@ -192,6 +192,18 @@ def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) ->
         notes.append(f"folded {norm.name} into {conv.name}")
     kept = [_rename(changed.get(node.name, node), same) for node in program.nodes if node.name not in removed]
     return _rebuilt(replace(program, weights=weights), kept, same, notes)
+
+
+def _folded(
+    conv: Node, affine: _ScaleShift, program: Program, originals: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias of ``conv`` with ``affine`` after it, in the data type of its weight."""
+    weight, bias = (_name_of(argument) for argument in conv.args[1:3])
+    dtype = program.weights[weight].dtype
+    full_weight = _full(weight, program, originals)
+    full_bias = _full(bias, program, originals) if bias else torch.zeros_like(affine.shift)
+    scale = affine.scale.reshape(-1, *[1] * (full_weight.dim() - 1))
+    return (full_weight * scale).to(dtype), (full_bias * affine.scale + affine.shift).to(dtype)
 
 
 def write_batch_norms_out(program: Program, originals: Mapping[str, torch.Tensor]) -> Program:
@@ -206,7 +218,7 @@ def write_batch_norms_out(program: Program, originals: Mapping[str, torch.Tensor
             continue
         written[norm.name] = []
         written[result.name] = _multiply_add(result, norm, affine, weights, names)
-        notes.append(f"{norm.name} stays as scale and shift: it is not alone behind a conv2d")
+        notes.append(f"{norm.name} stays as scale and shift per channel")
     nodes = [made for node in program.nodes for made in written.get(node.name, [node])]
     return _rebuilt(replace(program, weights=weights), nodes, {}, notes)
 
@@ -292,7 +304,11 @@ def _scale_shift(norm: Node, program: Program, originals: Mapping[str, torch.Ten
 
 
 def _full(name: str, program: Program, originals: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return originals.get(name, program.weights[name]).detach().double()
+    stored = program.weights[name].detach()
+    original = originals.get(name)
+    # A weight that was renamed in the program may bear another one's name in the model.
+    is_the_same = original is not None and torch.equal(original.to(stored.dtype), stored)
+    return (original if original is not None and is_the_same else stored).detach().double()
 
 
 def remove_unused(program: Program) -> Program:

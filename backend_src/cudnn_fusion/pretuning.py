@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from cudnn_fusion.environment import current_provenance, target_compatibility
 from cudnn_fusion.executor import Resources
 from cudnn_fusion.instance import LOWERED, PLANS, place
 from cudnn_fusion.lowered import Program
-from cudnn_fusion.partition import partition
+from cudnn_fusion.partition import Partition, partition
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.preflight import cudnn_version
 from cudnn_fusion.shapes import Bucket
@@ -26,6 +28,8 @@ from cudnn_fusion.tuner import Outcome, Samples, Tuner
 
 DEFAULT_BATCHES = 8
 """How many batch sizes are tuned when none are named: powers of two up to the maximum, at most so many."""
+
+SHOWN_REASONS = 8
 
 
 class PretuneError(Exception):
@@ -76,10 +80,7 @@ class Pretuning:
         torch.backends.cudnn.benchmark = True
         resources = Resources(program, partition(program), torch.device("cpu") if target else device)
         if not resources.partition.sites:
-            raise PretuneError(
-                "no part of this model can be fused, so there is nothing to tune; it is served by torch. "
-                "tools/plans.py report says why for each operation"
-            )
+            raise PretuneError(_why_nothing(resources.partition))
         known = [PlanStore(v / PLANS) for v in versions(model_directory)]
         store = PlanStore(staging_directory(program, staging))
         if target is None:
@@ -112,6 +113,16 @@ class Pretuning:
                 outcomes += self.tuner.tune(bucket, samples)
         published = PlanStore(self.version_directory / PLANS).merge_from(self.tuner.store)
         return Result(tuple(outcomes), published, self.tuner.built_candidates, self.tuner.timed_candidates)
+
+
+def _why_nothing(parts: Partition) -> str:
+    found = Counter(f"{item.op}: {item.reason}" for item in parts.left)
+    reasons = "".join(f"\n  {count} x {text}" for text, count in found.most_common(SHOWN_REASONS))
+    more = f"\n  and {len(found) - SHOWN_REASONS} more" if len(found) > SHOWN_REASONS else ""
+    return (
+        "no part of this model can be fused, so there is nothing to tune; it is served by torch as it is. "
+        f"Operations, and why each stays with torch:{reasons}{more}"
+    )
 
 
 def versions(model_directory: Path) -> list[Path]:
@@ -149,33 +160,38 @@ def parse_buckets(text: str, program: Program) -> list[Bucket]:
             raise PretuneError(
                 f"--buckets {text!r}: give a size for each axis ({names}), as in a=8,b=224;a=1,..."
             )
-        return _checked([{axis: part} for part in text.split(",")], text, program)
+        return _checked([{axis: part.strip()} for part in text.split(",")], text, program)
     groups = [group for group in text.split(";") if group.strip()]
-    sizes = [dict(_pair(pair) for pair in group.split(",")) for group in groups]
-    return _checked(sizes, text, program)
+    return _checked([_sizes(group, text) for group in groups], text, program)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name, value
+def _sizes(group: str, text: str) -> dict[str, str]:
+    sizes: dict[str, str] = {}
+    for pair in group.split(","):
+        name, _, value = (part.strip() for part in pair.partition("="))
+        if name in sizes:
+            raise PretuneError(
+                f"--buckets {text!r}: {name} is given twice in one bucket; put ';' between buckets"
+            )
+        sizes[name] = value
+    return sizes
 
 
 def _checked(sizes: Iterable[dict[str, str]], text: str, program: Program) -> list[Bucket]:
     axes = {axis.name: axis for axis in program.axes}
     buckets: list[Bucket] = []
     for given in sizes:
-        stripped = {name.strip(): value.strip() for name, value in given.items()}
-        if set(stripped) != set(axes) or not all(value.isdecimal() for value in stripped.values()):
+        if set(given) != set(axes) or not all(value.isdecimal() for value in given.values()):
             raise PretuneError(
                 f"--buckets {text!r}: each bucket needs a whole number for each of {', '.join(axes)}"
             )
-        for name, value in stripped.items():
+        for name, value in given.items():
             axis = axes[name]
             if not axis.minimum <= int(value) <= axis.maximum:
                 raise PretuneError(
                     f"--buckets {text!r}: {name}={value}; the model takes {axis.minimum} to {axis.maximum}"
                 )
-        buckets.append(Bucket.of({name: int(value) for name, value in stripped.items()}))
+        buckets.append(Bucket.of({name: int(value) for name, value in given.items()}))
     return list(dict.fromkeys(buckets))
 
 
@@ -194,10 +210,17 @@ def load_samples(path: Path) -> dict[str, torch.Tensor]:
     Raises PretuneError.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        arrays = np.load(path, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise PretuneError(
+                f"{path} holds an array without a name; save it with numpy.savez(path, name=x)"
+            )
+        with arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (OSError, ValueError, TypeError) as error:
-        raise PretuneError(f"cannot read samples from {path}: {error}; save them with numpy.savez") from error
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise PretuneError(
+            f"cannot read samples from {path}: {error}; save arrays of numbers with numpy.savez"
+        ) from error
 
 
 def staging_directory(program: Program, base: Path | None = None) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from cudnn_fusion.lowered import Program, TensorSpec
 from cudnn_fusion.shapes import Bucket, Part
@@ -74,7 +75,7 @@ def parse(index: int, request: Any, program: Program) -> Incoming:
 def _tensor(given: Any, spec: TensorSpec, program: Program) -> torch.Tensor:
     try:
         # The object, not a capsule of it: only so is a GPU tensor's own stream waited for.
-        tensor: torch.Tensor = torch.from_dlpack(given)
+        tensor: torch.Tensor = from_dlpack(given)
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
         raise BadRequestError(
             f"input {spec.name!r} cannot be read ({error}); expected a contiguous {TRITON_TYPES[spec.dtype]} "

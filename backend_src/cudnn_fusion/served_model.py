@@ -71,13 +71,16 @@ class ServedModel:
         """
         report = LoadReport()
         for bucket in sorted(self._stored_buckets(), key=lambda b: [-size for _, size in b.sizes]):
+            if not self._fits_program(bucket):
+                ranges = ", ".join(f"{a.name} {a.minimum}..{a.maximum}" for a in self.program.axes)
+                report.skipped.append(f"{bucket.name}: the program has {ranges or 'no axes'}")
+                continue
             if len(self._executors) >= self.settings.max_buckets:
                 report.skipped.append(f"{bucket.name}: over MAX_BUCKETS={self.settings.max_buckets}")
                 continue
+            over_memory = f"{bucket.name}: over EXECUTOR_MEMORY_MB={self.settings.executor_memory_mb}"
             if self._bytes() >= self._memory_limit():
-                report.skipped.append(
-                    f"{bucket.name}: over EXECUTOR_MEMORY_MB={self.settings.executor_memory_mb}"
-                )
+                report.skipped.append(over_memory)
                 continue
             try:
                 started = time.perf_counter()
@@ -86,6 +89,10 @@ class ServedModel:
                 executor = Executor(self.resources, bucket, served, capture=True)
             except torch.cuda.OutOfMemoryError as error:
                 report.skipped.append(f"{bucket.name}: out of memory: {error}")
+                continue
+            if self._executors and self._bytes() + executor.bytes > self._memory_limit():
+                # What an executor takes is known only when it is built. One is kept whatever it takes.
+                report.skipped.append(over_memory)
                 continue
             self._served += served
             report.plans_s += planned - started
@@ -98,8 +105,10 @@ class ServedModel:
         return report
 
     def _warm_up(self) -> None:
-        """Runs the reference once at the smallest sizes: torch's first call of a kernel loads libraries, which
-        the first request of an untuned size must not wait for."""
+        """Runs the reference once at the smallest sizes.
+
+        Torch's first call of a kernel loads libraries: the first request of an untuned size must not wait.
+        """
         bucket = Bucket.of({axis.name: axis.minimum for axis in self.program.axes})
         sizes = self.resources.segment_sizes(bucket)
         sites = self.resources.partition.sites
@@ -172,6 +181,12 @@ class ServedModel:
 
     def _memory_limit(self) -> int:
         return self.settings.executor_memory_mb << 20
+
+    def _fits_program(self, bucket: Bucket) -> bool:
+        sizes, axes = dict(bucket.sizes), {axis.name: axis for axis in self.program.axes}
+        return sizes.keys() == axes.keys() and all(
+            axis.minimum <= sizes[name] <= axis.maximum for name, axis in axes.items()
+        )
 
     def _stored_buckets(self) -> Iterable[Bucket]:
         """Buckets tuned for this program: in this environment, or else in any other (their recipes serve)."""

@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-# Threads that wait for each other do so asleep: spinning, they hold up the server on a machine of two cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# As in the server: threads that spin while they wait for each other make tuning slow on a machine that is busy.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import small_net
 from model_server import ModelServer
@@ -79,6 +79,12 @@ def server_processes():
     """Gives the command lines of server processes that were not there before the test."""
     before = set(marked_processes())
     return lambda: [line for pid, line in marked_processes().items() if pid not in before]
+
+
+@pytest.fixture
+def stub_processes():
+    """Gives the command lines of all processes that run models, of whichever server of these tests."""
+    return lambda: [line for line in marked_processes().values() if "triton_python_backend_stub" in line]
 
 
 @contextlib.contextmanager

@@ -169,6 +169,32 @@ class DecidesByValue(nn.Module):
         return x - 1
 
 
+class LoopsByValue(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        while x.norm() > 1:
+            x = x / 2
+        return x
+
+
+class CutsByValue(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, : int(x[0].argmax())]
+
+
+class Tokens(nn.Module):
+    """An embedding under a mask, with an optional third input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = self.embedding(ids) * mask.unsqueeze(-1)
+        return (hidden if scale is None else hidden * scale).mean(1)
+
+
 class ChoosesByValue(nn.Module):
     """The same with torch.cond."""
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import torch.utils.dlpack
 from torch import nn
 
 from cudnn_fusion import lowered
@@ -32,6 +31,9 @@ from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.tuner import Tuner
 
 CPU = torch.device("cpu")
+
+# Tensors here are tiny: threads would only wait for each other, long ones on a machine that does other work.
+torch.set_num_threads(1)
 
 
 def program_of(module: nn.Module, *inputs: str, precision: str = "fp32") -> Program:
@@ -296,9 +298,11 @@ class GivenTensor:
         """Where it lies."""
         return self.cpu
 
-    def to_dlpack(self) -> object:
-        """A capsule, which can be read once."""
-        return torch.utils.dlpack.to_dlpack(self.tensor)
+    def __dlpack__(self, **arguments: object) -> object:
+        return self.tensor.__dlpack__(**arguments)  # type: ignore[arg-type]
+
+    def __dlpack_device__(self) -> object:
+        return self.tensor.__dlpack_device__()
 
 
 @dataclass

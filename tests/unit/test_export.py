@@ -1,4 +1,4 @@
-"""Exporting models, as a user declares them, into programs and model directories."""
+"""Exporting models, as a user declares them, into programs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from cudnn_fusion import lowered
-from cudnn_fusion.declarations import InputDeclaration, dynamic_axes, example_sizes
-from cudnn_fusion.dims import axis_names, evaluate
+from cudnn_fusion.declarations import InputDeclaration
+from cudnn_fusion.dims import evaluate
 from cudnn_fusion.interpreter import Interpreter
-from cudnn_fusion.lowered import Axis, Program, ProgramError
-from cudnn_fusion.model_directory import config_text, write_model
+from cudnn_fusion.lowered import Program, ProgramError
 from cudnn_fusion.program import export_program, load_model
 
 ROOT = Path(__file__).parents[2]
@@ -33,66 +31,6 @@ def _exported(model: nn.Module, *texts: str, precision: str = "fp32") -> Program
 
 def _run(program: Program, *inputs: torch.Tensor) -> list[torch.Tensor]:
     return Interpreter(program, program.weights, torch.device("cpu")).run(inputs)
-
-
-class TestDeclarations:
-    def test_reads_names_types_axes_and_sizes(self) -> None:
-        [declared] = _declared("image:FP16[batch=1..64, 3,height=224..512,224]")
-        axes = Axis("batch", 1, 64), Axis("height", 224, 512)
-        assert declared == InputDeclaration("image", "FP16", (axes[0], 3, axes[1], 224))
-        assert dynamic_axes([declared]) == axes
-
-    @pytest.mark.parametrize(
-        ("text", "position", "said"),
-        [
-            ("x", 1, "':DTYPE' is missing"),
-            ("x:FP32", 6, "the dimensions"),
-            ("x:FP99[1]", 2, "'FP99' is not a data type"),
-            ("x:FP32[3,a=8]", 9, "write just 8"),
-            ("x:FP32[a=4..4]", 7, "write just 4"),
-            ("x:FP32[0]", 7, "at least 1"),
-            ("x:FP32[a=0..2]", 7, "start at 1 or more"),
-            ("x:FP32[a=4..2]", 7, "below its start 4"),
-            ("x:FP32[2,,3]", 9, "neither a size"),
-            ("x:FP32[b=1-4]", 9, "not a range"),
-            ("x:FP32[class=1..3]", 7, "not a name for an axis"),
-            ("x:FP32[1", 8, "']' is missing"),
-            ("9 x:FP32[1]", 0, "not a name"),
-        ],
-    )
-    def test_points_at_what_it_cannot_read(self, text: str, position: int, said: str) -> None:
-        with pytest.raises(ProgramError, match=r".") as caught:
-            InputDeclaration.parse(text)
-        lines = str(caught.value).splitlines()
-        assert said in lines[0]
-        assert lines[1] == f"  {text}"
-        assert lines[2].index("^") - 2 == position
-
-    def test_one_axis_has_one_range(self) -> None:
-        with pytest.raises(ProgramError, match=r"axis 'b' is declared as 1\.\.4 and.* as 1\.\.8"):
-            dynamic_axes(_declared("x:FP32[b=1..4,2]", "y:FP32[b=1..8,2]"))
-
-    def test_example_sizes_are_at_least_two_and_differ_from_others(self) -> None:
-        sizes = example_sizes(_declared("x:FP32[b=1..64,3,h=2..50,w=3..50]", "y:FP32[n=2..2000,2]"))
-        assert min(sizes.values()) >= 2
-        assert len({*sizes.values(), 3, 2}) == 6
-
-
-class TestDims:
-    @pytest.mark.parametrize(
-        ("text", "expected"),
-        [("batch", 5), ("2*batch + 1", 11), ("(((h - 1)//2)) + 1", 4), ("Max(1, h - 9)", 1), ("h**2", 64)],
-    )
-    def test_evaluates_expressions_over_axes(self, text: str, expected: int) -> None:
-        assert evaluate(text, {"batch": 5, "h": 8}) == expected
-        assert axis_names(text) <= {"batch", "h"}
-
-    @pytest.mark.parametrize(
-        "text", ["__import__('os')", "h.real", "[h]", "h if h else 1", "'h'", "h**h**h", "h +"]
-    )
-    def test_refuses_anything_but_arithmetic(self, text: str) -> None:
-        with pytest.raises(ValueError, match=r"expression|arithmetic|exponent"):
-            evaluate(text, {"h": 99})
 
 
 class TestDynamicSizes:
@@ -176,6 +114,14 @@ class TestInputsAndOutputs:
         with pytest.raises(ProgramError, match="2 output names given for 1 outputs"):
             export_program(model, declared, "fp32", output_names=["a", "b"])
 
+    def test_optional_inputs_may_be_left_out_and_integers_keep_their_type(self) -> None:
+        model = models.Tokens().eval()
+        program = _exported(model, "ids:INT32[b=1..8,t=1..9]", "mask:FP32[b=1..8,t=1..9]", precision="fp16")
+        assert [spec.dtype for spec in program.inputs] == ["int32", "float32"]
+        ids, mask = torch.randint(0, 9, (1, 5), dtype=torch.int32), torch.ones(1, 5)
+        [answer] = _run(program, ids, mask)
+        torch.testing.assert_close(answer.float(), model(ids, mask).detach(), rtol=1e-2, atol=1e-2)
+
     def test_a_size_as_result_is_refused(self) -> None:
         class ReturnsSize(nn.Module):
             def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -190,6 +136,28 @@ class TestBatchAxis:
         program = _exported(models.BatchMean(), "x:FP32[batch=1..64,3]")
         assert program.batch_axis is None
         assert "changes with the other rows" in program.notes[-1]
+
+    def test_a_statistic_over_the_batch_hidden_in_a_normalisation_is_found(self) -> None:
+        class LargestOfAll(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x / x.abs().amax()
+
+        assert _exported(LargestOfAll(), "x:FP32[batch=1..64,3]").batch_axis is None
+
+    def test_an_axis_that_stands_in_a_second_dimension_is_no_batch_axis(self) -> None:
+        """Padding would change the size of every row."""
+        program = _exported(nn.ReLU(), "input:FP32[n=1..8,n=1..8]")
+        assert program.batch_axis is None
+        assert "input has it in another dimension too" in program.notes[-1]
+
+    def test_rows_that_become_several_rows_are_no_batch(self) -> None:
+        class Windows(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x.view(-1, 4, 3)
+
+        program = _exported(Windows(), "x:FP32[b=1..8,16,3]")
+        assert program.outputs[0].shape[0] == "4*b"
+        assert program.batch_axis is None
 
     def test_a_static_first_dimension_is_no_batch_axis(self) -> None:
         assert _exported(models.ConvNet(), "x:FP32[2,3,14,14]").batch_axis is None
@@ -237,6 +205,27 @@ class TestRefusals:
         assert "torch.where" in text
         assert len(text.splitlines()) < 10
 
+    @pytest.mark.parametrize(
+        ("model", "line"), [(models.LoopsByValue, "while x.norm() > 1:"), (models.CutsByValue, "int(x[0]")]
+    )
+    def test_loops_and_sizes_from_data_name_their_line(self, model: type[nn.Module], line: str) -> None:
+        with pytest.raises(ProgramError) as caught:
+            _exported(model(), "x:FP32[batch=1..8,3]")
+        assert line in str(caught.value)
+        assert "torch.cond" in str(caught.value)
+
+    def test_a_size_that_must_be_a_multiple_is_said_with_the_declared_shape(self) -> None:
+        class HalvesAndDoubles(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.cat([x, nn.functional.max_pool2d(x, 2).repeat_interleave(2, 2)], 1)
+
+        with pytest.raises(ProgramError, match=r"x:FP32\[b,3,h,8\](.|\n)*a multiple of some size"):
+            _exported(HalvesAndDoubles(), "x:FP32[b=1..8,3,h=8..64,8]")
+
+    def test_a_wrong_type_of_input_gives_torchs_reason(self) -> None:
+        with pytest.raises(ProgramError, match=r"Expected tensor for argument(.|\n)*input:FP32|indices"):
+            _exported(nn.Embedding(4, 2), "input:FP32[b=1..8,3]")
+
     def test_torch_cond_is_the_way_out(self) -> None:
         model = models.ChoosesByValue().eval()
         program = _exported(model, "x:FP32[batch=1..8,3]")
@@ -281,6 +270,20 @@ class TestLoadModel:
         x = torch.randn(16, 3, 14, 14)
         torch.testing.assert_close(_run(program, x)[0].float(), model(x), rtol=2e-2, atol=2e-2)
 
+    def test_a_saved_program_with_inputs_by_name(self, tmp_path: Path) -> None:
+        class Difference(nn.Module):
+            def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+                return left - right
+
+        example = {"right": torch.ones(2, 3), "left": torch.ones(2, 3)}
+        torch.export.save(torch.export.export(Difference(), (), example), tmp_path / "named.pt2")
+        loaded = load_model(str(tmp_path / "named.pt2"))
+        declared = _declared("right:FP32[b=1..9,3]", "left:FP32[b=1..9,3]")
+        program = export_program(loaded, declared, "fp32")[1]
+        values = {"left": torch.randn(4, 3), "right": torch.randn(4, 3)}
+        [answer] = _run(program, *(values[spec.name] for spec in program.inputs))
+        torch.testing.assert_close(answer, values["left"] - values["right"])
+
     def test_a_factory_in_the_current_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -310,84 +313,6 @@ class TestLoadModel:
         (tmp_path / "bad.pt2").write_bytes(b"nothing")
         with pytest.raises(ProgramError, match="not a program saved by torch"):
             load_model(str(tmp_path / "bad.pt2"))
-
-
-class TestModelDirectory:
-    def _write(self, out: Path, model: nn.Module | None = None, **options: object) -> tuple[str, ...]:
-        exported, program = export_program(
-            model or nn.Linear(3, 2), _declared("input:FP32[b=1..8,3]"), "fp32"
-        )
-        return write_model(exported, program, out, **options).messages  # type: ignore[arg-type]
-
-    def test_holds_what_triton_and_the_server_need(self, tmp_path: Path) -> None:
-        out = tmp_path / "repository" / "small"
-        self._write(out, version=3)
-        config = (out / "config.pbtxt").read_text()
-        assert 'name: "small"' in config
-        assert "max_batch_size: 8" in config
-        assert '{ name: "input" data_type: TYPE_FP32 dims: [ 3 ] }' in config
-        assert "dynamic_batching { }" in config
-        assert 'key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" }' in config
-        assert "TritonPythonModel" in (out / "3" / "model.py").read_text()
-        assert lowered.read(out / "3" / "lowered").batch_axis == "b"
-        assert isinstance(load_model(str(out / "3" / "model.pt2")), torch.export.ExportedProgram)
-        assert [path.name for path in out.parent.iterdir()] == ["small"]
-
-    def test_without_batch_axis_every_dimension_is_in_dims(self) -> None:
-        text = config_text(_exported(models.BatchMean(), "x:FP32[batch=1..64,3]"), "m")
-        assert "max_batch_size: 0" in text
-        assert "dims: [ -1, 3 ]" in text
-        assert "dynamic_batching" not in text
-
-    def test_a_value_per_row_is_reshaped_and_a_scalar_refused(self) -> None:
-        class RowSums(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x.sum(1)
-
-        class Total(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x.sum()
-
-        assert "dims: [ 1 ] reshape { shape: [ ] }" in config_text(
-            _exported(RowSums(), "x:FP32[b=1..8,3]"), "m"
-        )
-        with pytest.raises(ProgramError, match="'output' is a scalar"):
-            config_text(_exported(Total(), "x:FP32[b=1..8,3]"), "m")
-
-    def test_a_foreign_directory_is_replaced_by_force_only(self, tmp_path: Path) -> None:
-        (tmp_path / "m").mkdir()
-        (tmp_path / "m" / "config.pbtxt").write_text("mine")
-        with pytest.raises(ProgramError, match="not made by an export"):
-            self._write(tmp_path / "m")
-        self._write(tmp_path / "m", force=True)
-        assert (tmp_path / "m" / "config.pbtxt.old").read_text() == "mine"
-
-    def test_plans_survive_and_are_called_stale_when_the_program_changed(self, tmp_path: Path) -> None:
-        out, model = tmp_path / "m", nn.Linear(3, 2)
-        self._write(out, model)
-        (out / "1" / "plans").mkdir()
-        (out / "1" / "plans" / "a.plan").write_text("plan")
-        assert any("unchanged" in message for message in self._write(out, model))
-        assert any("stale" in message for message in self._write(out, nn.Linear(3, 2)))
-        assert (out / "1" / "plans" / "a.plan").read_text() == "plan"
-
-    def test_an_edited_config_is_kept_while_it_fits(self, tmp_path: Path) -> None:
-        out = tmp_path / "m"
-        self._write(out)
-        path = out / "config.pbtxt"
-        edited = path.read_text() + "instance_group [ { count: 2 } ]\n"
-        path.write_text(edited)
-        self._write(out)
-        assert path.read_text() == edited
-        with pytest.raises(ProgramError, match="does not fit the new inputs"):
-            self._write(out, nn.Linear(3, 9))
-        self._write(out, nn.Linear(3, 9), force=True)
-        assert "dims: [ 9 ]" in path.read_text()
-        assert (out / "config.pbtxt.old").read_text() == edited
-
-    def test_the_name_must_be_one(self, tmp_path: Path) -> None:
-        with pytest.raises(ProgramError, match="cannot be a model's name"):
-            self._write(tmp_path / "my model")
 
 
 def _tool(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -137,12 +137,31 @@ def test_a_planted_pickle_is_refused_and_not_run(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff\xfe", b"{} {}", b"[]", b'{"format_version": NaN}', b"[" * 100_000, b'{"format_version": 1}'],
+    [
+        b"",
+        b"\xff\xfe",
+        b"{} {}",
+        b"[]",
+        b'{"format_version": NaN}',
+        b"[" * 100_000,
+        b'{"format_version": 1}',
+    ],
 )
 def test_damaged_json_is_refused(tmp_path: Path, content: bytes) -> None:
     lowered.write(_small(), tmp_path)
     (tmp_path / "program.json").write_bytes(content)
     with pytest.raises(ProgramError, match=r"program\.json"):
+        lowered.read(tmp_path)
+
+
+def test_a_number_beyond_the_range_of_a_float_is_refused(tmp_path: Path) -> None:
+    """JSON has no infinity, but Python reads one from 1e999."""
+    lowered.write(_small(), tmp_path)
+    path = tmp_path / "program.json"
+    document = json.loads(path.read_text())
+    document["nodes"][0]["args"][2] = 12345.5
+    path.write_text(json.dumps(document).replace("12345.5", "1e999"))
+    with pytest.raises(ProgramError, match="1e999 is not a number"):
         lowered.read(tmp_path)
 
 
@@ -192,6 +211,8 @@ def _set(*path: str | int) -> Callable[[Any, Any], None]:
         (_set("axes", 0, "minimum"), 9, "range 9..8"),
         (_set("axes", 0, "minimum"), True, "minimum is bool, expected int"),
         (_set("batch_axis"), "n", "batch axis 'n' is not one of its axes"),
+        (_set("batch_axis"), "b", "batch axis 'b' is not the first of 'out'"),
+        (_set("axes"), [{"name": "b", "minimum": 1, "maximum": 8}] * 2, "two of its axes have the same name"),
         (_set("precision"), "fp8", "precision is 'fp8'"),
         (_set("nodes"), {}, "nodes is dict, expected list"),
     ],

@@ -62,6 +62,46 @@ def test_folding_rounds_half_precision_weights_once() -> None:
     assert torch.equal(program.weights["conv2d.folded_bias"], (norm.bias - norm.running_mean * scale).half())
 
 
+def test_a_fold_that_would_leave_half_precision_is_not_done() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, affine=False, eps=0.0)).eval()
+    with torch.no_grad():
+        module[0].weight.fill_(1.0)
+        module[1].running_var.fill_(1e-10)
+        module[0].bias.zero_()
+    program = _program(module, "input:FP16[b=1..8,3,4,4]", "fp16")
+    x = (torch.randn(2, 3, 4, 4) * 0.01).half()
+    answer, expected = _run(program, x), module(x.float()).detach()
+    assert _operations(program)[0] == "conv2d"
+    assert any("not folded" in note for note in program.notes)
+    assert torch.isfinite(answer).all()
+    assert _relative_error(answer, expected) < 5e-3
+
+
+def test_a_weight_that_bears_an_inputs_name_is_not_taken_for_another() -> None:
+    """Names are made distinct in the program: x becomes x_1, which the model also has."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            self.x = nn.Parameter(torch.randn(4, 3, 1, 1, generator=generator))
+            self.x_1 = nn.Parameter(torch.randn(4, 4, 1, 1, generator=generator))
+            self.x_1_1 = nn.Parameter(torch.randn(4, 3, 1, 1, generator=generator))
+            self.norm = nn.BatchNorm2d(4)
+            self.other = nn.BatchNorm2d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(nn.functional.conv2d(x, self.x))
+            z = self.other(nn.functional.conv2d(x, self.x_1_1))
+            return nn.functional.conv2d(y, self.x_1) + z
+
+    module = Named().eval()
+    program = _program(module, "x:FP32[b=1..8,3,4,4]")
+    x = torch.randn(2, 3, 4, 4)
+    assert sum("folded" in note for note in program.notes) == 2
+    assert _relative_error(_run(program, x), module(x).detach()) < 1e-5
+
+
 def test_two_convolutions_that_share_weights_fold_their_own_batch_norms() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

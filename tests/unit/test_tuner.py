@@ -263,8 +263,7 @@ class TestAgain:
 
         first.on_outcome = interrupt
         with pytest.raises(KeyboardInterrupt):
-            for bucket in buckets:
-                first.tune(bucket, None)
+            all(first.tune(bucket, None) for bucket in buckets)
         assert all(isinstance(stored(store, o), Found) for o in seen)
         second = tuner_of(program, store)
         outcomes = [o for bucket in buckets for o in second.tune(bucket, None)]

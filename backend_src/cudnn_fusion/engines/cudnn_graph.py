@@ -205,6 +205,9 @@ class CudnnEngine:
         if candidate.engine_id is None or not candidate.replayable:
             raise CandidateRejectedError(f"no plan is called {candidate.plan_name} here")
         knob_type = _cudnn().knob_type
+        unknown = [name for name, _ in candidate.knobs if not hasattr(knob_type, name)]
+        if unknown:
+            raise CandidateRejectedError(f"this cuDNN frontend has no knob {', '.join(unknown)}")
         knobs = {getattr(knob_type, name): value for name, value in candidate.knobs}
         graph.create_execution_plan(candidate.engine_id, knobs)
         return int(graph.get_execution_plan_count()) - 1

@@ -1,0 +1,131 @@
+"""Run in a process of its own: plans segments for a described H200, and says in JSON what came of it.
+
+Standard input: a list of ``{"tail": [kinds], "store": directory or null, ...sizes}``.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from cudnn_fusion import accuracy, devices
+from cudnn_fusion.engines.base import CandidateRejectedError
+from cudnn_fusion.engines.cudnn_graph import CudnnEngine
+from cudnn_fusion.environment import current_provenance, target_compatibility
+from cudnn_fusion.plan import Plan, now_text, sha256_hex
+from cudnn_fusion.plan_store import PlanStore
+from cudnn_fusion.preflight import cudnn_version, load_cudnn
+from cudnn_fusion.segment import Operand, Operation, Segment
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32"}
+OPERANDS = {"bias": "bias", "scale": "scale", "shift": "shift", "add": "residual"}
+
+
+def segment_of(case):
+    """A segment and its sizes; 8x64x56x56 by 64 3x3 kernels in fp16 unless the case says otherwise."""
+    precision = case.get("precision", "fp16")
+    dtype = DTYPES[precision]
+    before, after = case.get("before", [1, 1]), case.get("after", [1, 1])
+    groups = case.get("groups", 1)
+    n, c, h, w = case.get("x", [8, 64, 56, 56])
+    k, r, s = case.get("w", [64, 3, 3])
+    convolution = Operation(
+        "conv2d",
+        "w",
+        (
+            ("padding_before", tuple(before)),
+            ("padding_after", tuple(after)),
+            ("stride", tuple(case.get("stride", [1, 1]))),
+            ("dilation", tuple(case.get("dilation", [1, 1]))),
+            ("groups", groups),
+        ),
+    )
+    operations = [convolution]
+    operands = [Operand("x", dtype, "channels_last", "input"), Operand("w", dtype, "channels_last", "weight")]
+    sizes = {"x": (n, c, h, w), "w": (k, case.get("w_channels", c // groups), r, s)}
+    for kind in case["tail"]:
+        slope = (("negative_slope", 0.1),) if kind == "leaky_relu" else ()
+        operations.append(Operation(kind, OPERANDS.get(kind), slope))
+        if kind in OPERANDS:
+            role = "input" if kind == "add" else "weight"
+            operands.append(Operand(OPERANDS[kind], dtype, "channels_last", role))
+            sizes[OPERANDS[kind]] = (1, k, 1, 1)
+    operands.append(Operand("y", dtype, "channels_last", "output"))
+    segment = Segment(tuple(operations), tuple(operands), precision)
+    sizes["y"] = segment.output_dims(sizes)
+    if "residual" in sizes:
+        sizes["residual"] = sizes["y"]
+    return segment, sizes
+
+
+def plan_case(case):
+    """Builds the first buildable plan of every form; loads the first back; stores it if asked to."""
+    description = devices.load("h200")
+    engine = CudnnEngine(torch.device("cuda"), description["properties"])
+    segment, sizes = segment_of(case)
+    candidates = engine.candidates(segment, sizes)
+    answer = {
+        "unsupported": engine.unsupported(segment, sizes),
+        "count": len(candidates),
+        "built": {},
+        "rejected": [],
+    }
+    for candidate in candidates:
+        if candidate.form in answer["built"]:
+            continue
+        try:
+            built = engine.build(segment, sizes, candidate)
+        except CandidateRejectedError as reason:
+            answer["rejected"].append(str(reason))
+            continue
+        loaded = read_back(built.blob)
+        answer["built"][candidate.form] = {
+            "plan": built.candidate.plan_name,
+            "engine": built.candidate.engine_id,
+            "bytes": len(built.blob),
+            "workspace": built.workspace_bytes,
+            "notes": built.behavior_notes,
+            "loaded_workspace": loaded,
+        }
+        if case.get("store") and len(answer["built"]) == 1:
+            publish(case["store"], segment, sizes, built, description)
+    return answer
+
+
+def read_back(blob):
+    """Workspace bytes of the plan that cuDNN makes of the blob, in a graph that knows nothing else."""
+    load_cudnn()
+    import cudnn
+
+    properties = cudnn.create_device_properties(json.dumps(devices.load("h200")["properties"]))
+    graph = cudnn.pygraph(device_property=properties, sm_version=90)
+    graph.deserialize(blob)
+    return int(graph.get_workspace_size())
+
+
+def publish(directory, segment, sizes, built, description):
+    plan = Plan(
+        key=segment.key(sizes, accuracy.VALIDATION),
+        candidate=built.candidate,
+        workspace_bytes=built.workspace_bytes,
+        timed=False,
+        time_us=None,
+        spread_us=None,
+        torch_time_us=None,
+        error=None,
+        torch_error=None,
+        checked_on="none",
+        sampled=None,
+        candidates_timed=0,
+        behavior_notes=built.behavior_notes,
+        blob_sha256=sha256_hex(built.blob),
+        made_at=now_text(),
+        provenance=current_provenance("cuda").to_json(),
+    )
+    compatibility = target_compatibility(description, cudnn_version())
+    PlanStore(Path(directory)).publish(compatibility, plan, built.blob)
+
+
+if __name__ == "__main__":
+    print(json.dumps([plan_case(case) for case in json.load(sys.stdin)]))

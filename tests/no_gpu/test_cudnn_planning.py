@@ -1,0 +1,176 @@
+"""What cuDNN plans for an H200: which forms, which engines, and what is refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import planning
+import pytest
+
+from cudnn_fusion import accuracy, devices
+from cudnn_fusion.environment import target_compatibility
+from cudnn_fusion.plan_store import Found, Miss, PlanStore
+from cudnn_fusion.preflight import cudnn_version
+
+FUSED = [["bias", "relu"], ["bias", "add", "relu"], ["bias", "silu"]]
+
+
+@pytest.fixture(scope="module")
+def stored(plan, tmp_path_factory):
+    """A store with the fused plans of `FUSED`, and what planning said."""
+    root = tmp_path_factory.mktemp("plans")
+    answers = plan(*({"tail": tail, "store": str(root)} for tail in FUSED))
+    return PlanStore(root), answers
+
+
+def here():
+    return target_compatibility(devices.load("h200"), cudnn_version())
+
+
+@pytest.mark.parametrize("index", range(len(FUSED)), ids=["+".join(tail) for tail in FUSED])
+def test_fused_plans_are_compiled_stored_found_and_loaded(stored, index):
+    store, answers = stored
+    form = "+".join(["conv2d", *FUSED[index]])
+    built = answers[index]["built"][form]
+    assert built["loaded_workspace"] == built["workspace"]
+    segment, sizes = planning.segment_of({"tail": FUSED[index]})
+    found = store.find(here(), segment.key(sizes, accuracy.VALIDATION))
+    assert isinstance(found, Found)
+    assert found.plan.candidate.form == form
+    assert found.plan.candidate.plan_name == built["plan"]
+    assert not found.plan.timed
+    assert len(found.blob) == built["bytes"]
+
+
+def test_long_chains_are_compiled_at_run_time_and_short_ones_are_not(stored):
+    _, answers = stored
+    assert answers[0]["built"]["conv2d+bias+relu"]["notes"] == []
+    for index in (1, 2):
+        form = "+".join(["conv2d", *FUSED[index]])
+        assert "RUNTIME_COMPILATION" in answers[index]["built"][form]["notes"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("cudnn", 92000, "92000"),
+        ("cuda_driver_api", 13010, "13010"),
+        ("device_name", "NVIDIA H100 80GB HBM3", "H100"),
+        ("multiprocessors", 114, "114"),
+        ("memory_bus_bits", 5120, "5120"),
+    ],
+)
+def test_another_library_or_device_is_a_miss_that_names_it(stored, field, value, named):
+    store, _ = stored
+    segment, sizes = planning.segment_of({"tail": FUSED[0]})
+    miss = store.find(replace(here(), **{field: value}), segment.key(sizes, accuracy.VALIDATION))
+    assert isinstance(miss, Miss)
+    assert named in miss.reason
+    assert field in miss.reason
+
+
+def test_a_damaged_blob_is_a_miss(stored, tmp_path):
+    store, _ = stored
+    segment, sizes = planning.segment_of({"tail": FUSED[1]})
+    key = segment.key(sizes, accuracy.VALIDATION)
+    found = store.find(here(), key)
+    blob = store.root / here().hash() / "blobs" / f"{found.plan.blob_sha256}.plan"
+    whole = blob.read_bytes()
+    try:
+        for damaged in (whole[:-100], b"\x00" * 16 + whole[16:], b"", whole[:5000] + b"\xff" + whole[5001:]):
+            blob.write_bytes(damaged)
+            miss = PlanStore(store.root).find(here(), key)
+            assert isinstance(miss, Miss)
+            assert "blob" in miss.reason or ".plan" in miss.reason
+    finally:
+        blob.write_bytes(whole)
+    assert isinstance(PlanStore(store.root).find(here(), key), Found)
+
+
+CASES = {
+    "no bias": {"tail": []},
+    "relu6": {"tail": ["bias", "relu6"]},
+    "leaky relu": {"tail": ["bias", "leaky_relu"]},
+    "sigmoid": {"tail": ["bias", "sigmoid"]},
+    "tanh": {"tail": ["bias", "tanh"]},
+    "scale and shift": {"tail": ["bias", "relu", "scale", "shift"]},
+    "stride": {"tail": ["bias", "relu"], "stride": [2, 2]},
+    "dilation": {"tail": ["bias", "relu"], "dilation": [2, 2], "before": [2, 2], "after": [2, 2]},
+    "groups": {"tail": ["bias", "relu"], "groups": 2},
+    "depthwise": {"tail": ["bias", "relu"], "groups": 64},
+    "asymmetric padding": {"tail": ["bias", "relu"], "before": [1, 1], "after": [0, 0], "stride": [2, 2]},
+    "three channels": {"tail": ["bias", "relu"], "x": [8, 3, 224, 224], "w": [64, 7, 7], "before": [3, 3]},
+    "one channel": {"tail": ["bias", "relu"], "x": [8, 1, 1024, 1], "w": [128, 512, 1], "before": [254, 0]},
+    "odd channels": {"tail": ["bias", "relu"], "x": [8, 17, 16, 16], "w": [255, 1, 1], "before": [0, 0]},
+    "bf16": {"tail": ["bias", "relu"], "precision": "bf16"},
+    "tf32": {"tail": ["bias", "relu"], "precision": "tf32"},
+    "fp32": {"tail": ["bias", "relu"], "precision": "fp32"},
+}
+
+
+@pytest.fixture(scope="module")
+def planned(plan):
+    return dict(zip(CASES, plan(*CASES.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_segment_has_a_plan_that_loads(planned, name):
+    answer = planned[name]
+    whole = "+".join(["conv2d", *CASES[name]["tail"]])
+    assert whole in answer["built"], answer
+    for built in answer["built"].values():
+        assert built["bytes"] > 1000
+        assert built["loaded_workspace"] == built["workspace"]
+
+
+def test_strict_fp32_refuses_tensor_cores_and_tf32_does_not(planned):
+    assert any("tensor cores" in reason for reason in planned["fp32"]["rejected"])
+    assert not planned["tf32"]["rejected"]
+    assert planned["fp32"]["built"]["conv2d+bias+relu"] != planned["tf32"]["built"]["conv2d+bias+relu"]
+
+
+def test_a_channel_mismatch_is_a_reason_and_no_crash(plan):
+    answer = plan({"tail": ["bias", "relu"], "w_channels": 48})[0]
+    assert answer["built"] == {}
+    assert answer["unsupported"]
+
+
+REPLAY = """
+import json, sys, torch
+from planning import segment_of
+from cudnn_fusion import devices
+from cudnn_fusion.engines.cudnn_graph import CudnnEngine
+from cudnn_fusion.plan import Candidate
+from cudnn_fusion.planner import PlanRequest, plan_one
+segment, sizes = segment_of({"tail": ["bias", "relu"]})
+target = devices.load("h200")["properties"]
+first = [c for c in CudnnEngine(torch.device("cuda"), target).candidates(segment, sizes) if c.replayable]
+wanted = first[int(sys.argv[1])]
+renamed = Candidate("cudnn", wanted.form, "no such name", wanted.engine_id, wanted.knobs)
+gone = Candidate("cudnn", wanted.form, "gone", 9999, ())
+bad = Candidate("cudnn", wanted.form, "bad", wanted.engine_id, (("TILE_SIZE", 12345),))
+unknown = Candidate("cudnn", wanted.form, "unknown", wanted.engine_id, (("NO_SUCH_KNOB", 1),))
+recipes = {"name": (wanted,), "knobs": (renamed,), "gone": (gone, bad, unknown, wanted)}[sys.argv[2]]
+built = plan_one(CudnnEngine(torch.device("cuda"), target), PlanRequest(segment, sizes, recipes))
+print(json.dumps([wanted.plan_name, wanted.engine_id, built.candidate.plan_name, built.candidate.engine_id]))
+"""
+
+
+@pytest.mark.parametrize("recipe", ["name", "knobs", "gone"])
+def test_a_recipe_is_planned_anew_by_name_or_knobs_and_a_vanished_one_is_passed_over(
+    planning_environment, recipe
+):
+    """As after an update that drops an engine or a knob (flashinfer issues 3566 and 3449)."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPLAY, "1", recipe],
+        capture_output=True,
+        text=True,
+        env={**planning_environment, "PYTHONPATH": str(planning.__file__).rsplit("/", 1)[0]},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted, wanted_engine, name, engine = json.loads(done.stdout.splitlines()[-1])
+    assert engine == wanted_engine
+    if recipe != "knobs":
+        assert name == wanted

@@ -1,0 +1,72 @@
+"""tools/pretune.py --target: plans of a whole model for a GPU that is not here."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from cudnn_fusion import devices, lowered
+from cudnn_fusion.declarations import InputDeclaration
+from cudnn_fusion.environment import target_compatibility
+from cudnn_fusion.plan_store import PlanStore
+from cudnn_fusion.preflight import cudnn_version
+from cudnn_fusion.program import export_program
+
+
+class Net(torch.nn.Module):
+    """Two convolutions with equal sizes and different weights, a residual, and a convolution with silu."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Conv2d(16, 16, 3, padding=1)
+        self.second = torch.nn.Conv2d(16, 16, 3, padding=1)
+        self.third = torch.nn.Conv2d(16, 32, 1)
+
+    def forward(self, x):
+        y = torch.relu(self.second(torch.relu(self.first(x))) + x)
+        return torch.nn.functional.silu(self.third(y))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("repository") / "net"
+    declaration = InputDeclaration.parse("x:FP16[batch=1..8,16,14,14]")
+    program = export_program(Net().eval(), [declaration], "fp16")[1]
+    lowered.write(program, directory / "1" / "lowered")
+    return directory
+
+
+def test_a_whole_model_is_planned_once_and_marked_untimed(model, tool):
+    first = tool("pretune.py", model, "--target", "h200", "--buckets", "1,8")
+    assert first.returncode == 0, first.stdout + first.stderr
+    store = PlanStore(model / "1" / "plans")
+    compatibility = target_compatibility(devices.load("h200"), cudnn_version())
+    plans = store.plans(compatibility.hash())
+    assert len(plans) == 6
+    assert {plan.timed for plan in plans} == {False}
+    assert {plan.checked_on for plan in plans} == {"none"}
+    assert {plan.candidate.engine for plan in plans} == {"cudnn"}
+    assert [record.sizes for record in store.buckets(compatibility)] == [(("batch", 1),), (("batch", 8),)]
+    second = tool("pretune.py", model, "--target", "h200", "--buckets", "1,8")
+    assert second.returncode == 0
+    assert "candidates built 0" in " ".join(second.stdout.split())
+
+
+def test_an_unknown_target_names_the_known_ones(model, tool):
+    done = tool("pretune.py", model, "--target", "h2000")
+    assert done.returncode == 1
+    assert "h200" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_another_description_makes_other_plans(model, tool, tmp_path):
+    description = json.loads(json.dumps(devices.load("h200")))
+    description["properties"]["multiProcessorCount"] = 78
+    description["properties"]["deviceName"] = "NVIDIA H200 NVL half"
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps(description))
+    done = tool("pretune.py", model, "--target", path, "--buckets", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"NVIDIA H200 NVL half", done.stdout)
+    assert len(PlanStore(model / "1" / "plans").environments()) >= 1
