@@ -117,7 +117,7 @@ class _Partitioner:
         left = tuple(
             LeftToTorch(node.name, node.op, reasons.get(node.name) or _why_left(node))
             for node in self.program.nodes
-            if node.name not in self.covered and node.shape is not None
+            if node.name not in self.covered and _computes(node)
         )
         return Partition(tuple(sites), left)
 
@@ -298,6 +298,11 @@ def _other_argument(node: Node, name: str) -> str | None:
 
 def _is_plain_add(node: Node) -> bool:
     return dict(node.kwargs).get("alpha", 1) == 1 and len(node.args) == 2
+
+
+def _computes(node: Node) -> bool:
+    """Whether the node gives tensors, one or several, and not sizes."""
+    return node.shape is not None or (node.op.startswith("aten.") and not node.op.startswith("aten.sym_"))
 
 
 def _why_left(node: Node) -> str:

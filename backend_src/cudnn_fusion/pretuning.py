@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.tuner import Outcome, Samples, Tuner
 
 DEFAULT_BATCHES = 8
-"""How many batch sizes are tuned when none are named: powers of two up to the maximum, at most so many."""
+"""How many powers of two, from 1 on, are tuned when no batch sizes are named; the maximum is added."""
 
 SHOWN_REASONS = 8
 
@@ -217,7 +218,7 @@ def load_samples(path: Path) -> dict[str, torch.Tensor]:
             )
         with arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise PretuneError(
             f"cannot read samples from {path}: {error}; save arrays of numbers with numpy.savez"
         ) from error

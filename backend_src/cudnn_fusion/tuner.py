@@ -96,7 +96,7 @@ class Tuner:
         ``seed``. Results are published one by one: an interruption loses nothing that is finished.
         """
         work = self.work(bucket)
-        known = {w.key: p for w in work if (p := self._take_finished(w.key, timed=True)) is not None}
+        known = {w.key: p for w in work if (p := self._take_finished(w, timed=True)) is not None}
         values: Tensors | None = None
         outcomes: list[Outcome] = []
         for item in work:
@@ -116,7 +116,7 @@ class Tuner:
         """Builds the engine's first choice for every key, without running anything: for an absent device."""
         outcomes: list[Outcome] = []
         for item in self.work(bucket):
-            known = self._take_finished(item.key, timed=False)
+            known = self._take_finished(item, timed=False)
             outcome = (
                 Outcome(bucket, item, known, reused=True)
                 if known is not None
@@ -127,23 +127,40 @@ class Tuner:
         self._record(bucket, outcomes, timed=False)
         return outcomes
 
-    def _take_finished(self, key: PlanKey, timed: bool) -> Plan | None:
+    def _take_finished(self, item: Work, timed: bool) -> Plan | None:
         """A plan tuned for this very program: in the staging store, or named by a bucket of a known one.
 
-        Afterwards it is in the staging store, from which everything is published.
+        A ``timed`` one loads here: what the server would refuse to load is not finished. Afterwards the plan
+        is in the staging store, from which everything is published.
         """
         if self.force:
             return None
         for store in (self.store, *self.known):
-            found = store.find(self.compatibility, key)
+            found = store.find(self.compatibility, item.key)
             if not isinstance(found, Found) or (timed and not found.plan.timed):
                 continue
-            if store is self.store:
-                return found.plan
-            if key.digest() in self._digests(store):
+            if store is not self.store and item.key.digest() not in self._digests(store):
+                continue
+            if timed and not self._loads(item, found):
+                continue
+            if store is not self.store:
                 self.store.publish(self.compatibility, found.plan, found.blob)
-                return found.plan
+            return found.plan
         return None
+
+    def _loads(self, item: Work, found: Found) -> bool:
+        candidate, workspace_bytes = found.plan.candidate, found.plan.workspace_bytes
+        engine = self._engine(candidate.engine)
+        if engine is None:
+            return False
+        try:
+            engine.load(item.segment, item.sizes, candidate, found.blob, workspace_bytes)
+        except _FAILURES:
+            return False
+        return True
+
+    def _engine(self, name: str) -> Engine | None:
+        return next((engine for engine in self.engines if engine.name == name), None)
 
     def _digests(self, store: PlanStore) -> set[str]:
         records = store.buckets(self.compatibility, self.resources.program.sha256)
@@ -156,7 +173,7 @@ class Tuner:
             if not isinstance(found, Found) or not found.plan.timed:
                 continue
             plan = found.plan
-            engine = next((e for e in self.engines if e.name == plan.candidate.engine), None)
+            engine = self._engine(plan.candidate.engine)
             built = BuiltPlan(plan.candidate, found.blob, plan.workspace_bytes)
             checked = None if engine is None else self._run_checks(engine, item, built, judge)
             if isinstance(checked, _Checked):
@@ -207,8 +224,8 @@ class Tuner:
             self.built_candidates += 1
             try:
                 built = engine.build(item.segment, item.sizes, candidate)
-            except CandidateRejectedError as error:
-                reasons.append((candidate.label(), str(error)))
+            except _FAILURES as failure:
+                reasons.append((candidate.label(), _reason(failure, "is not built")))
                 continue
             plan = self._plan(item.key, built, "none", reasons)
             self.store.publish(self.compatibility, plan, built.blob)
@@ -254,7 +271,8 @@ class Tuner:
                 else:
                     survivors.append(checked)
         if not survivors:
-            return Outcome(bucket, item, None, reused=False, reasons=tuple(rejected))
+            reasons = rejected or [pair for engine in self.engines for pair in _no_candidates(engine)]
+            return Outcome(bucket, item, None, reused=False, reasons=tuple(reasons))
         timings = self._time(survivors, operand_sets[0], rejected)
         if not timings:
             return Outcome(bucket, item, None, reused=False, reasons=tuple(rejected))

@@ -16,20 +16,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-# As in the server: threads that spin while they wait for each other make tuning slow on a machine that is busy.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-import small_net
-from model_server import ModelServer
 from repositories import make_repository
 
-from cudnn_fusion.declarations import InputDeclaration
-from cudnn_fusion.model_directory import write_model
-from cudnn_fusion.program import export_program
 from cudnn_fusion.shm_regions import list_regions, unused
 from cudnn_fusion.triton_server import TritonServer
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 MARK = f"CUDNN_FUSION_TEST_SESSION={uuid.uuid4().hex}"
 """In the environment of every server started here: its processes are found by it, and only they."""
@@ -132,6 +125,12 @@ def serve_session(tmp_path_factory):
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory):
     """A function from a precision to the small network exported in it, as a model directory; not tuned."""
+    import small_net
+
+    from cudnn_fusion.declarations import InputDeclaration
+    from cudnn_fusion.model_directory import write_model
+    from cudnn_fusion.program import export_program
+
     made: dict[str, Path] = {}
 
     def export(precision: str) -> Path:
@@ -152,13 +151,18 @@ def tuned(exported, tmp_path_factory):
     shutil.copytree(exported("fp32"), folder / "net")
     buckets = ";".join(f"batch={batch},height=16" for batch in (1, 4, 16))
     command = [sys.executable, str(ROOT / "tools" / "pretune.py"), str(folder / "net")]
-    subprocess.run([*command, "--buckets", buckets, "--staging", str(folder / "staging")], check=True)
+    # As in the server: threads that spin while they wait for each other make tuning slow on a busy machine.
+    environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
+    options = ["--buckets", buckets, "--staging", str(folder / "staging")]
+    subprocess.run([*command, *options], check=True, env=environment)
     return folder / "net"
 
 
 @pytest.fixture(scope="session")
 def model_server(serve_session, tmp_path_factory):
     """A server for models that tests put into it (see `model_server.ModelServer`)."""
+    from model_server import ModelServer
+
     folders = [tmp_path_factory.mktemp(name) for name in ("repository", "elsewhere")]
     # `serve_session` takes one repository; the second one comes as an argument of the server's own.
     server = serve_session(

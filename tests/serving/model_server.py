@@ -63,7 +63,7 @@ class ModelServer:
     def put(
         self, name: str, source: Path, edit: Callable[[str], str] | None = None, elsewhere: bool = False
     ) -> Model:
-        """A copy of the model in ``source`` under this name, its config.pbtxt changed by ``edit``; not loaded."""
+        """A copy of ``source`` under this name, its config.pbtxt changed by ``edit``; not loaded."""
         folder = (self.elsewhere if elsewhere else self.repository) / name
         shutil.copytree(source, folder)
         config = folder / "config.pbtxt"
@@ -184,6 +184,12 @@ def _outputs(answer: Any) -> Any:
     return response["outputs"] if isinstance(response, dict) else response.outputs
 
 
+def mapped_regions(pid: int) -> set[Path]:
+    """The shared-memory regions of model processes that the server with this process id maps."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return {Path(path) for path in re.findall(r"/dev/shm/triton_python_backend_shm_region_\S+", maps)}
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
     """Whether ``condition()`` becomes true in time."""
     deadline = time.monotonic() + timeout_s
@@ -200,7 +206,8 @@ def parameter(name: str, value: str) -> Callable[[str], str]:
     def edit(config: str) -> str:
         pattern = rf'(key: "{name}" value {{ string_value: )"[^"]*"'
         changed, count = re.subn(pattern, rf'\g<1>"{value}"', config)
-        return changed if count else config + f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+        assert count == 1, f"config.pbtxt has no parameter {name}"
+        return changed
 
     return edit
 

@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import small_net
-from model_server import parameter, wait_until
+from model_server import mapped_regions, parameter, wait_until
 from tritonclient.utils import InferenceServerException
 
-from cudnn_fusion.shm_regions import list_regions
 from tools.demo.serving_client import Route
 
 TOLERANCE = 1e-4
@@ -149,19 +148,26 @@ def test_a_model_at_another_path_finds_the_same_plans(model_server, tuned, net):
 
 
 def test_a_model_is_unloaded_without_a_trace_and_loaded_again(model_server, tuned, net, stub_processes):
+    def only_net_is_left() -> bool:
+        return len(stub_processes()) == len(regions()) == 1
+
+    def regions() -> set[Path]:
+        return mapped_regions(model_server.triton.pid)
+
     # Models that earlier tests have unloaded leave in their own time.
-    assert wait_until(lambda: len(stub_processes()) == 1)
-    regions = set(list_regions())
+    assert wait_until(only_net_is_left)
     model = model_server.put("again", tuned)
     for _ in range(2):
         model.load()
-        assert len(stub_processes()) == 2
-        assert len(set(list_regions()) - regions) == 1
+        assert len(stub_processes()) == len(regions()) == 2
         arrays = small_net.inputs(1)
         assert_right(model.infer(arrays), arrays)
+        before = regions()
         model.unload()
-        assert wait_until(lambda: "successfully unloaded 'again'" in model.log())
-        assert wait_until(lambda: set(list_regions()) == regions and len(stub_processes()) == 1)
+        assert wait_until(only_net_is_left)
+        (gone,) = before - regions()
+        assert not gone.exists()
+        assert "successfully unloaded 'again'" in model.log()
         with pytest.raises(InferenceServerException, match="again"):
             model.infer(arrays)
     assert model.log_lines("E") == []

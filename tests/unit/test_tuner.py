@@ -184,6 +184,11 @@ class TestNothingFound:
             assert isinstance(stored(store, outcome), Miss)
         assert store.buckets(cpu_compatibility()) == []
 
+    def test_an_engine_without_candidates_is_named_as_the_reason(self, program, store):
+        outcomes = tuner_of(program, store, engines=[FakeEngine({})]).tune(BUCKET, None)
+        assert [o.plan for o in outcomes] == [None, None]
+        assert {o.reasons for o in outcomes} == {(("cudnn", "supports no form of this segment"),)}
+
     def test_a_bucket_with_one_segment_missing_is_not_recorded(self, program, store):
         def only_with_residual(ready, operands, out):
             return right(ready, operands, out) if "residual" in operands else out
@@ -238,6 +243,19 @@ class TestAgain:
             before = files(published)
             assert published.merge_from(other) == 0
             assert files(published) == before
+
+    @pytest.mark.parametrize("published", [False, True])
+    def test_a_finished_plan_that_no_longer_loads_is_tuned_again(self, program, store, tmp_path, published):
+        """The server refuses such a plan, so that it must not count as finished for ever."""
+        old = PlanStore(tmp_path / "model") if published else store
+        tuner_of(program, old, engines=[FakeEngine({"old": right})]).tune(BUCKET, None)
+        again = tuner_of(program, store, engines=[FakeEngine({"new": right})], known=[old])
+        outcomes = again.tune(BUCKET, None)
+        assert [(o.reused, o.plan.candidate.plan_name) for o in outcomes] == [(False, "new")] * 2
+        without_engine = tuner_of(program, store, known=[old])
+        outcomes = without_engine.tune(BUCKET, None)
+        assert [(o.reused, o.plan.candidate.engine) for o in outcomes] == [(False, "torch")] * 2
+        assert without_engine.tune(BUCKET, None)[0].reused
 
     def test_force_tunes_again(self, program, store):
         made = tuner_of(program, store).tune(BUCKET, None)

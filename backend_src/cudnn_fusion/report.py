@@ -1,0 +1,185 @@
+"""What is tuned in a model directory, what would serve a shape, and why: the facts, without printing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cudnn_fusion import accuracy, lowered
+from cudnn_fusion.environment import Compatibility, compare
+from cudnn_fusion.executor import site_sizes
+from cudnn_fusion.interpreter import infer_shapes
+from cudnn_fusion.lowered import Program
+from cudnn_fusion.partition import LeftToTorch, Partition, SegmentSite, partition
+from cudnn_fusion.plan import BucketRecord, Plan
+from cudnn_fusion.plan_store import Found, PlanStore
+from cudnn_fusion.segment import Dims
+from cudnn_fusion.shapes import Bucket, BucketChoice, choose
+
+FALLBACK_ENGINES = (0, 1)
+"""cuDNN's generic convolution engines: they serve every shape, some of them many times slower."""
+
+
+class ReportError(Exception):
+    """There is nothing to report on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """A stored plan with the buckets and layers that use it.
+
+    ``hint`` warns of a plan that is worth a look; empty otherwise. Sites and buckets are those of the program
+    that is in the directory now: none for a plan of an earlier one.
+    """
+
+    plan: Plan
+    buckets: tuple[Bucket, ...]
+    sites: tuple[str, ...]
+    hint: str = ""
+
+    @property
+    def speed_up(self) -> float | None:
+        """Torch's time divided by the plan's; None where either was not measured."""
+        if self.plan.time_us is None or self.plan.torch_time_us is None:
+            return None
+        return self.plan.torch_time_us / self.plan.time_us
+
+
+@dataclass(frozen=True)
+class EnvironmentReport:
+    """All that is stored for one environment. ``problem`` says why none of it is usable, if so."""
+
+    hash: str
+    compatibility: Compatibility | None
+    plans: tuple[TunedPlan, ...]
+    buckets: tuple[BucketRecord, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class SegmentAnswer:
+    """What would serve one segment of a bucket here. ``why_not_better`` is empty for ``exact``."""
+
+    site: str
+    segment: str
+    bucket: Bucket
+    origin: str
+    plan: Plan | None
+    why_not_better: str
+
+
+@dataclass(frozen=True)
+class ShapeAnswer:
+    """How a request of these sizes would be served in an environment."""
+
+    choice: BucketChoice
+    tuned: tuple[Bucket, ...]
+    segments: tuple[SegmentAnswer, ...]
+
+
+class ModelReport:
+    """A version directory opened for reporting. Reads files; needs no device."""
+
+    def __init__(self, version_directory: Path) -> None:
+        """Raises ReportError when there is no readable program."""
+        try:
+            self.program: Program = lowered.read(version_directory / "lowered")
+        except lowered.ProgramError as error:
+            raise ReportError(f"{error}; export the model with tools/export.py") from error
+        self.partition: Partition = partition(self.program)
+        self.store = PlanStore(version_directory / "plans")
+
+    def fused(self) -> tuple[SegmentSite, ...]:
+        """The segments."""
+        return self.partition.sites
+
+    def left(self) -> tuple[LeftToTorch, ...]:
+        """The operations that torch runs, each with its reason."""
+        return self.partition.left
+
+    def environments(self) -> list[EnvironmentReport]:
+        """Everything that is stored, an environment each; empty without plans."""
+        found: list[EnvironmentReport] = []
+        for stored in self.store.environments():
+            if stored.compatibility is None:
+                found.append(EnvironmentReport(stored.hash, None, (), (), stored.reason))
+                continue
+            records = tuple(self.store.buckets(stored.compatibility, self.program.sha256))
+            uses = self._uses(records)
+            plans = tuple(
+                TunedPlan(plan, *uses.get(plan.key.digest(), ((), ())), _hint(plan))
+                for plan in self.store.plans(stored.hash)
+            )
+            found.append(EnvironmentReport(stored.hash, stored.compatibility, plans, records))
+        return found
+
+    def answer(self, sizes: Bucket, here: Compatibility) -> ShapeAnswer:
+        """What would serve a request, by the same look-up as the server's. Raises ReportError."""
+        self._check(sizes)
+        tuned = {r.bucket for r in self.store.buckets(here, self.program.sha256)}
+        tuned = tuned or {r.bucket for r in self.store.buckets_elsewhere(here, self.program.sha256)}
+        axis = next((a for a in self.program.axes if a.name == self.program.batch_axis), None)
+        limits = (None, None, 1) if axis is None else (axis.name, axis.maximum, axis.minimum)
+        choice = choose(sizes, tuned, *limits)
+        segments: list[SegmentAnswer] = []
+        for bucket in dict.fromkeys(part.bucket for part in choice.parts):
+            shapes = infer_shapes(self.program, dict(bucket.sizes))
+            for site in self.partition.sites:
+                dims = dict(site_sizes(site, shapes, self.program))
+                segments.append(self._segment(site, dims, bucket, here))
+        return ShapeAnswer(choice, tuple(sorted(tuned)), tuple(segments))
+
+    def _segment(
+        self, site: SegmentSite, dims: dict[str, Dims], bucket: Bucket, here: Compatibility
+    ) -> SegmentAnswer:
+        key = site.segment.key(dims, accuracy.VALIDATION)
+        name, text = site.name, site.segment.describe()
+        found = self.store.find(here, key)
+        if isinstance(found, Found):
+            return SegmentAnswer(name, text, bucket, "exact", found.plan, "")
+        elsewhere = self.store.find_elsewhere(here, key)
+        if elsewhere:
+            other, plan = elsewhere[0]
+            changed = "; ".join(str(difference) for difference in compare(other, here))
+            return SegmentAnswer(name, text, bucket, "recipe", plan, f"{found.reason} ({changed})")
+        origin = "heuristic" if here.kind == "cuda" else "reference"
+        return SegmentAnswer(name, text, bucket, origin, None, found.reason)
+
+    def _uses(
+        self, records: tuple[BucketRecord, ...]
+    ) -> dict[str, tuple[tuple[Bucket, ...], tuple[str, ...]]]:
+        """Key digest to the buckets and sites that use it."""
+        buckets: dict[str, list[Bucket]] = {}
+        sites: dict[str, list[str]] = {}
+        for record in records:
+            shapes = infer_shapes(self.program, dict(record.sizes))
+            for site in self.partition.sites:
+                dims = site_sizes(site, shapes, self.program)
+                digest = site.segment.key(dims, accuracy.VALIDATION).digest()
+                buckets.setdefault(digest, []).append(record.bucket)
+                sites.setdefault(digest, []).append(site.name)
+        return {
+            digest: (tuple(dict.fromkeys(buckets[digest])), tuple(dict.fromkeys(sites[digest])))
+            for digest in buckets
+        }
+
+    def _check(self, sizes: Bucket) -> None:
+        axes = {axis.name: axis for axis in self.program.axes}
+        given = dict(sizes.sizes)
+        if set(given) != set(axes):
+            wanted = ", ".join(f"{a.name}={a.minimum}..{a.maximum}" for a in self.program.axes) or "none"
+            raise ReportError(f"sizes {sizes.name}: this model's axes are {wanted}; give each a size")
+        for name, size in given.items():
+            axis = axes[name]
+            if size < axis.minimum or (size > axis.maximum and name != self.program.batch_axis):
+                raise ReportError(f"{name}={size}: the model takes {axis.minimum} to {axis.maximum}")
+
+
+def _hint(plan: Plan) -> str:
+    if not plan.timed:
+        return "untimed: planned without the device; tune it there"
+    if plan.candidate.engine == "cudnn" and plan.candidate.engine_id in FALLBACK_ENGINES:
+        return "a generic engine: no specialised one passed"
+    if plan.time_us is not None and plan.torch_time_us is not None and plan.time_us > plan.torch_time_us:
+        return "slower than torch"
+    return ""

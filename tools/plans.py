@@ -1,0 +1,195 @@
+"""Shows what is tuned in a model directory, and why a shape is served as it is.
+
+    python tools/plans.py list model_repository/conv_block
+    python tools/plans.py why model_repository/conv_block --sizes batch=3 --target h200
+    python tools/plans.py report model_repository/conv_block
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cudnn_fusion import devices
+from cudnn_fusion.environment import (
+    Compatibility,
+    cpu_compatibility,
+    cuda_compatibility,
+    target_compatibility,
+)
+from cudnn_fusion.preflight import CudnnLoadError, cudnn_version
+from cudnn_fusion.pretuning import PretuneError, latest_version
+from cudnn_fusion.report import EnvironmentReport, ModelReport, ReportError
+from cudnn_fusion.shapes import Bucket
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+console = Console(highlight=False)
+WIDE = Console(highlight=False, width=max(console.width, 150))
+
+ModelDirectory = Annotated[Path, typer.Argument(help="Directory of an exported model.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+@app.command("list")
+def list_plans(model_directory: ModelDirectory, as_json: AsJson = False) -> None:
+    """What is tuned, for which environment, how much faster than torch, with what error."""
+    with errors_in_words():
+        report = ModelReport(latest_version(model_directory))
+        environments = report.environments()
+        if as_json:
+            print(json.dumps([environment_json(e) for e in environments], indent=1))
+            return
+        if not environments:
+            console.print(f"0 plans: {report.store.root} holds none; run tools/pretune.py {model_directory}")
+        for environment in environments:
+            print_environment(environment)
+
+
+@app.command()
+def why(
+    model_directory: ModelDirectory,
+    sizes: Annotated[str, typer.Option(help="Sizes of a request: batch=3,height=224.")] = "",
+    target: Annotated[str | None, typer.Option(help="Answer for this described GPU, not this machine.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """For a shape: which bucket and which plans would serve it here, and why not better ones."""
+    with errors_in_words():
+        report = ModelReport(latest_version(model_directory))
+        here = environment_here(target)
+        bucket = parse_sizes(sizes) if sizes else smallest(report)
+        answer = report.answer(bucket, here)
+        if as_json:
+            print(json.dumps(asdict(answer), indent=1, default=str))
+            return
+        console.print(f"here: {here.label()} ({here.hash()})")
+        parts = ", ".join(f"{part.rows} rows in {part.bucket.name}" for part in answer.choice.parts)
+        tuned = " ".join(b.name for b in answer.tuned) or "none"
+        console.print(f"{bucket.name}: {answer.choice.kind}: {parts}; tuned buckets: {tuned}")
+        table = Table("bucket", "layer", "segment", "origin", "plan", "why not better", box=box.SIMPLE)
+        for item in answer.segments:
+            plan = item.plan.candidate.label() if item.plan else "-"
+            table.add_row(item.bucket.name, item.site, item.segment, item.origin, plan, item.why_not_better)
+        WIDE.print(table)
+        if any(item.origin in ("heuristic", "reference") for item in answer.segments):
+            console.print(f"to tune this shape: python tools/pretune.py {model_directory} --buckets {bucket.name}")
+
+
+@app.command("report")
+def report_fusion(model_directory: ModelDirectory, as_json: AsJson = False) -> None:
+    """What is fused, what is left to torch, and why."""
+    with errors_in_words():
+        report = ModelReport(latest_version(model_directory))
+        if as_json:
+            fused = [{"name": s.name, "segment": s.segment.describe(), "covers": sorted(s.covers)} for s in report.fused()]
+            print(json.dumps({"fused": fused, "left": [asdict(item) for item in report.left()]}, indent=1))
+            return
+        table = Table("layer", "fused as", "operations", box=box.SIMPLE)
+        for site in report.fused():
+            table.add_row(site.name, site.segment.describe(), str(len(site.covers)))
+        WIDE.print(table)
+        left = Table("left to torch", "operation", "because", box=box.SIMPLE)
+        for item in report.left():
+            left.add_row(item.node, item.op, item.reason)
+        WIDE.print(left)
+        for note in report.program.notes:
+            console.print(f"- {note}")
+
+
+def print_environment(environment: EnvironmentReport) -> None:
+    """One environment's plans and buckets as tables."""
+    if environment.compatibility is None:
+        console.print(f"{environment.hash}: not usable: {environment.problem}")
+        return
+    timed = sum(tuned.plan.timed for tuned in environment.plans)
+    console.print(
+        f"{environment.hash}: {environment.compatibility.label()}: {len(environment.plans)} plans ({timed} timed)"
+    )
+    columns = ("buckets", "layers", "winner", "us", "torch us", "speed-up", "error", "checked on", "made", "note")
+    table = Table(*columns, box=box.SIMPLE)
+    for tuned in environment.plans:
+        plan = tuned.plan
+        table.add_row(
+            " ".join(bucket.name for bucket in tuned.buckets) or "(another program)",
+            " ".join(tuned.sites),
+            plan.candidate.label(),
+            number(plan.time_us, ".1f"),
+            number(plan.torch_time_us, ".1f"),
+            number(tuned.speed_up, ".2f"),
+            number(plan.error.rms if plan.error else None, ".1e"),
+            plan.checked_on,
+            plan.made_at[:10],
+            tuned.hint,
+        )
+    WIDE.print(table)
+    for record in environment.buckets:
+        times = f"model {number(record.model_time_us, '.1f')} us, torch {number(record.torch_time_us, '.1f')} us"
+        console.print(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}")
+
+
+def environment_json(environment: EnvironmentReport) -> dict[str, Any]:
+    """One environment, JSON-ready; without sampled outputs, which are long."""
+    plans = []
+    for tuned in environment.plans:
+        plan = tuned.plan.to_json()
+        plan.pop("sampled", None)
+        names = [bucket.name for bucket in tuned.buckets]
+        plans.append({**plan, "buckets": names, "layers": tuned.sites, "hint": tuned.hint})
+    return {
+        "environment": environment.hash,
+        "compatibility": environment.compatibility and environment.compatibility.to_json(),
+        "problem": environment.problem,
+        "plans": plans,
+        "buckets": [record.to_json() for record in environment.buckets],
+    }
+
+
+def environment_here(target: str | None) -> Compatibility:
+    """This machine's environment, or the target's with this machine's cuDNN."""
+    if target is not None:
+        return target_compatibility(devices.load(target), cudnn_version())
+    return cuda_compatibility(0) if torch.cuda.is_available() else cpu_compatibility()
+
+
+def parse_sizes(text: str) -> Bucket:
+    """``batch=3,height=224``. Raises ReportError."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if not name.strip() or not value.strip().isdecimal():
+            raise ReportError(f"--sizes {text!r}: write AXIS=NUMBER,..., as in batch=3,height=224")
+        sizes[name.strip()] = int(value)
+    return Bucket.of(sizes)
+
+
+def smallest(report: ModelReport) -> Bucket:
+    """Every axis at its minimum."""
+    return Bucket.of({axis.name: axis.minimum for axis in report.program.axes})
+
+
+def number(value: float | None, form: str) -> str:
+    """The number, or a dash where it was not measured."""
+    return "-" if value is None else format(value, form)
+
+
+@contextmanager
+def errors_in_words() -> Iterator[None]:
+    """Expected errors as a sentence and exit code 1."""
+    try:
+        yield
+    except (ReportError, PretuneError, devices.DeviceDescriptionError, CudnnLoadError) as error:
+        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {error}", soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    app()
