@@ -100,21 +100,26 @@ class PlanCache:
         return [self.find(segment, sizes) for segment, sizes in wanted]
 
     def missing(self, wanted: Sequence[tuple[Segment, Sizes]]) -> list[PlanRequest]:
-        """A request for each segment that `find` answers with ``reference``, each key once."""
-        if "cudnn" not in self.engines:
-            return []
-        requests = {
-            segment.key(sizes, accuracy.VALIDATION): PlanRequest(
-                segment, dict(sizes), self._recipes(segment, sizes)
-            )
-            for segment, sizes in wanted
-            if self.find(segment, sizes).origin == "reference"
-        }
+        """A request for each segment that `find` answers with ``reference``, each key once.
+
+        Without cuDNN there is nothing to plan; only recipes for torch are then asked for.
+        """
+        requests: dict[PlanKey, PlanRequest] = {}
+        for segment, sizes in wanted:
+            if self.find(segment, sizes).origin == "reference":
+                request = PlanRequest(segment, dict(sizes), self._recipes(segment, sizes))
+                if "cudnn" in self.engines or _torch_recipe(request) is not None:
+                    requests[segment.key(sizes, accuracy.VALIDATION)] = request
         return list(requests.values())
 
     def build_missing(self, requests: Sequence[PlanRequest]) -> list[BuiltPlan | str]:
-        """Plans in a child process; touches neither the device nor this cache."""
-        return plan_in_child(requests, self.device) if requests else []
+        """Plans in a child process; touches neither the device nor this cache.
+
+        Where torch won in the other environment there is nothing to plan.
+        """
+        planned = [request for request in requests if _torch_recipe(request) is None]
+        answers = iter(plan_in_child(planned, self.device) if planned else [])
+        return [_torch_recipe(request) or next(answers) for request in requests]
 
     def accept(self, request: PlanRequest, answer: BuiltPlan | str) -> None:
         """Loads a planned segment, compares it with the reference and keeps it if it is right."""
@@ -124,9 +129,10 @@ class PlanCache:
         if isinstance(answer, str):
             self._remember(key, self.reference(segment, sizes, f"{reason}; {answer}"))
             return
-        self.loads["planned"] += 1
-        names = [candidate.plan_name for candidate in request.recipes]
-        origin = "recipe" if answer.candidate.plan_name in names else "heuristic"
+        if answer.candidate.engine != "torch":
+            self.loads["planned"] += 1
+        labels = [candidate.label() for candidate in request.recipes]
+        origin = "recipe" if answer.candidate.label() in labels else "heuristic"
         served = self._compared(segment, sizes, origin, None, answer)
         if isinstance(served, str):
             _LOG.warning("a planned %s is not used: %s", segment.describe(), served)
@@ -210,7 +216,6 @@ class PlanCache:
             plan.candidate
             for store in self.stores
             for _, plan in store.find_elsewhere(self.compatibility, key)
-            if plan.candidate.engine == "cudnn"
         ]
         return tuple(dict.fromkeys(elsewhere))
 
@@ -220,6 +225,12 @@ class PlanCache:
         except (KeyError, TypeError, ValueError):
             return ("provenance unreadable",)
         return tuple(f"{d.field} {d.stored} -> {d.here}" for d in compare(stored, self.provenance))
+
+
+def _torch_recipe(request: PlanRequest) -> BuiltPlan | None:
+    """The newest recipe, if it is one of torch's forms."""
+    first = request.recipes[0] if request.recipes else None
+    return BuiltPlan(first, None, 0) if first is not None and first.engine == "torch" else None
 
 
 def run_once(

@@ -76,7 +76,8 @@ def plan_one(engine: CudnnEngine, request: PlanRequest) -> BuiltPlan:
     """Raises CandidateRejectedError when neither a recipe nor any of the engine's own plans can be built."""
     reasons: list[str] = []
     own = engine.candidates(request.segment, request.sizes)
-    for candidate in (*request.recipes, *own):
+    recipes = [candidate for candidate in request.recipes if candidate.engine == engine.name]
+    for candidate in (*recipes, *own):
         try:
             return engine.build(request.segment, request.sizes, candidate)
         except CandidateRejectedError as error:

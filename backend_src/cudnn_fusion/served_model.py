@@ -197,7 +197,7 @@ class ServedModel:
                 own[Bucket(record.sizes)] = None
             for record in store.buckets_elsewhere(self.cache.compatibility, self.program.sha256):
                 other[Bucket(record.sizes)] = None
-        return own or (other if "cudnn" in self.cache.engines else {})
+        return own or other
 
 
 class _BackgroundPlanner:

@@ -190,6 +190,7 @@ def test_operands_follow_from_the_seed_alone():
         assert is_packed(value, "channels_last")
         assert value.abs().max() <= 1
     assert first["x"].float().std() == pytest.approx(3**-0.5, rel=0.02)
+    assert first["w"].float().std() == pytest.approx((3 * 16 * 9) ** -0.5, rel=0.1), "sums stay near 1"
     assert abs(float(first["x"].float().mean())) < 0.02
 
 

@@ -67,6 +67,11 @@ def test_a_difference_in_one_field_is_another_key(name):
     assert DIFFERENT[name].key(sizes, "v1").digest() != base().key(sizes, "v1").digest()
 
 
+def test_signatures_differ_without_the_help_of_sizes():
+    signatures = {name: segment.signature() for name, segment in DIFFERENT.items() if name != "precision"}
+    assert len({base().signature(), *signatures.values()}) == 1 + len(signatures)
+
+
 def test_all_differences_differ_from_each_other():
     sizes = {**sizes_of(base(), X, W), "bias2": (1, 8, 1, 1)}
     digests = [segment.key(sizes, "v1").digest() for segment in DIFFERENT.values()]

@@ -283,6 +283,20 @@ class TestBackground:
         self.wait_until(lambda: len(self.asked) == 2 and model.live[-1].origin == "heuristic")
         assert [e.bucket for e in model.live] == [batch(5)]
 
+    def test_a_size_that_cannot_be_planned_is_not_tried_again(self, model, monkeypatch):
+        model.settings = type(model.settings)(max_buckets=1)
+        rows = []
+
+        def in_vain(requests):
+            rows.append(requests[0].sizes["x"][0])
+            return ["no plan"] * len(requests)
+
+        monkeypatch.setattr(model.cache, "build_missing", in_vain)
+        for count in (3, 5, 3, 6):
+            run(model, torch.randn(count, 3, 8, 8))
+        self.wait_until(lambda: 6 in rows)
+        assert rows == [3, 5, 6]
+
     def test_closing_drops_everything(self, model):
         run(model, torch.randn(3, 3, 8, 8))
         model.close()
