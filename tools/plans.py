@@ -1,8 +1,8 @@
 """Shows what is tuned in a model directory, and why a shape is served as it is.
 
-    python tools/plans.py list model_repository/conv_block
-    python tools/plans.py why model_repository/conv_block --sizes batch=3 --target h200
-    python tools/plans.py report model_repository/conv_block
+python tools/plans.py list model_repository/conv_block
+python tools/plans.py why model_repository/conv_block --sizes batch=3 --target h200
+python tools/plans.py report model_repository/conv_block
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def list_plans(model_directory: ModelDirectory, as_json: AsJson = False) -> None
 def why(
     model_directory: ModelDirectory,
     sizes: Annotated[str, typer.Option(help="Sizes of a request: batch=3,height=224.")] = "",
-    target: Annotated[str | None, typer.Option(help="Answer for this described GPU, not this machine.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Answer for this described GPU, not this machine.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """For a shape: which bucket and which plans would serve it here, and why not better ones."""
@@ -81,7 +83,9 @@ def why(
             table.add_row(item.bucket.name, item.site, item.segment, item.origin, plan, item.why_not_better)
         WIDE.print(table)
         if any(item.origin in ("heuristic", "reference") for item in answer.segments):
-            console.print(f"to tune this shape: python tools/pretune.py {model_directory} --buckets {bucket.name}")
+            console.print(
+                f"to tune this shape: python tools/pretune.py {model_directory} --buckets {bucket.name}"
+            )
 
 
 @app.command("report")
@@ -90,7 +94,10 @@ def report_fusion(model_directory: ModelDirectory, as_json: AsJson = False) -> N
     with errors_in_words():
         report = ModelReport(latest_version(model_directory))
         if as_json:
-            fused = [{"name": s.name, "segment": s.segment.describe(), "covers": sorted(s.covers)} for s in report.fused()]
+            fused = [
+                {"name": s.name, "segment": s.segment.describe(), "covers": sorted(s.covers)}
+                for s in report.fused()
+            ]
             print(json.dumps({"fused": fused, "left": [asdict(item) for item in report.left()]}, indent=1))
             return
         table = Table("layer", "fused as", "operations", box=box.SIMPLE)
@@ -111,10 +118,20 @@ def print_environment(environment: EnvironmentReport) -> None:
         console.print(f"{environment.hash}: not usable: {environment.problem}")
         return
     timed = sum(tuned.plan.timed for tuned in environment.plans)
-    console.print(
-        f"{environment.hash}: {environment.compatibility.label()}: {len(environment.plans)} plans ({timed} timed)"
+    count = f"{len(environment.plans)} plans ({timed} timed)"
+    console.print(f"{environment.hash}: {environment.compatibility.label()}: {count}")
+    columns = (
+        "buckets",
+        "layers",
+        "winner",
+        "us",
+        "torch us",
+        "speed-up",
+        "error",
+        "checked on",
+        "made",
+        "note",
     )
-    columns = ("buckets", "layers", "winner", "us", "torch us", "speed-up", "error", "checked on", "made", "note")
     table = Table(*columns, box=box.SIMPLE)
     for tuned in environment.plans:
         plan = tuned.plan
@@ -132,7 +149,9 @@ def print_environment(environment: EnvironmentReport) -> None:
         )
     WIDE.print(table)
     for record in environment.buckets:
-        times = f"model {number(record.model_time_us, '.1f')} us, torch {number(record.torch_time_us, '.1f')} us"
+        times = (
+            f"model {number(record.model_time_us, '.1f')} us, torch {number(record.torch_time_us, '.1f')} us"
+        )
         console.print(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}")
 
 

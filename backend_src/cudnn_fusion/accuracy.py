@@ -172,10 +172,11 @@ def _positions(count: int, seed: int, device: torch.device) -> torch.Tensor:
 def _hashed(count: int, seed: int, device: torch.device) -> torch.Tensor:
     """Float64 values in [-1, 1) from integer arithmetic, which is exact everywhere (xorshift-multiply)."""
     mask = (1 << 31) - 1
-    bits = torch.arange(count, dtype=torch.int64, device=device)
-    bits = (bits + (seed % mask) * 7919 + 12345) & mask
-    for multiplier in (0x2C1B3C6D, 0x297A2D39):
-        bits ^= bits >> 16
+    key = (seed * 0x9E3779B1 + 0x7F4A7C15) & mask
+    bits = torch.arange(count, dtype=torch.int64, device=device) & mask
+    for multiplier in (0x2C1B3C6D, 0x297A2D39, 0x1B56C4E9):
+        # The key goes in between the rounds: added before them it would only shift the sequence.
+        bits ^= (bits >> 16) ^ key
         bits = (bits * multiplier) & mask
     bits ^= bits >> 15
     return bits.double() / (1 << 30) - 1.0

@@ -120,7 +120,9 @@ class Instance:
         try:
             program = lowered.read(version_directory / LOWERED)
         except lowered.ProgramError as error:
-            raise ServingError(f"the exported program cannot be used: {error} (tools/export.py writes it)") from error
+            raise ServingError(
+                f"the exported program cannot be used: {error} (tools/export.py writes it)"
+            ) from error
         clock.lap("read")
         configure(program.precision)
         here = place(device)

@@ -16,7 +16,7 @@ why it has none; nothing here raises because of what a store holds.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +33,9 @@ from cudnn_fusion.segment import Segment
 
 ORIGINS = ("exact", "recipe", "heuristic", "reference")
 """Best first."""
+
+MAX_KNOWN = 2048
+"""How many answers are kept: requests of ever new sizes must not fill the memory."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,7 +83,7 @@ class PlanCache:
         self.loads: Counter[str] = Counter()
         """How often each layer answered, by origin, plus ``planned``: plans built in child processes."""
         self._torch = TorchEngine(device)
-        self._known: dict[PlanKey, Served] = {}
+        self._known: OrderedDict[PlanKey, Served] = OrderedDict()
 
     def find(self, segment: Segment, sizes: Sizes) -> Served:
         """``exact`` or ``reference``: reads, loads and checks, but plans nothing."""
@@ -125,7 +128,7 @@ class PlanCache:
         """Loads a planned segment, compares it with the reference and keeps it if it is right."""
         segment, sizes = request.segment, request.sizes
         key = segment.key(sizes, accuracy.VALIDATION)
-        reason = self._known[key].reason
+        reason = self.find(segment, sizes).reason
         if isinstance(answer, str):
             self._remember(key, self.reference(segment, sizes, f"{reason}; {answer}"))
             return
@@ -147,6 +150,10 @@ class PlanCache:
 
     def _remember(self, key: PlanKey, served: Served) -> None:
         self._known[key] = served
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_KNOWN:
+            # Executors keep what they use; the rest is found again when it is asked for.
+            self._known.popitem(last=False)
         self.loads[served.origin] += 1
 
     def _exact(self, segment: Segment, sizes: Sizes, key: PlanKey) -> Served:

@@ -267,7 +267,7 @@ def _judge_device(device: DeviceFacts) -> Iterator[Finding]:
             "error",
             f"{device.name} has compute capability {_dotted(device.compute_capability)}, and fused cuDNN "
             f"graphs need {_dotted(OLDEST_COMPUTE_CAPABILITY)} or newer",
-            "Use a newer GPU, or serve this model with parameter ENGINE set to torch",
+            "Use a newer GPU, or serve this model with parameter ENGINE set to reference",
         )
 
 

@@ -19,6 +19,9 @@ from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.settings import Settings
 from cudnn_fusion.shapes import Bucket, BucketChoice, choose
 
+MAX_SEEN = 4096
+"""How many untuned sizes are remembered as planned or being planned."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -172,9 +175,15 @@ class ServedModel:
         while len(self._executors) > 1 and (
             len(self._executors) > self.settings.max_buckets or self._bytes() > self._memory_limit()
         ):
-            # The newest is last and in use. Replays are done before a request is answered, so none is in
-            # flight for the one that leaves.
-            self._executors.popitem(last=False)
+            # A tuned one never leaves for an untuned one: it would be built again while a request waits. So
+            # the limits can be passed by one untuned executor, the newest. Replays are done before a request
+            # is answered: none is in flight for the one that leaves.
+            leaving = [live for live in self._executors if live not in self._tuned and live != bucket]
+            if not leaving and bucket in self._tuned:
+                leaving = [live for live in self._executors if live != bucket]
+            if not leaving:
+                return
+            del self._executors[leaving[0]]
 
     def _bytes(self) -> int:
         return sum(executor.bytes for executor in self._executors.values())
@@ -206,7 +215,7 @@ class _BackgroundPlanner:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._queued: list[Bucket] = []
-        self._seen: set[Bucket] = set()
+        self._seen: OrderedDict[Bucket, None] = OrderedDict()
         self._wake = threading.Condition()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -218,7 +227,9 @@ class _BackgroundPlanner:
         with self._wake:
             if bucket in self._seen or self._stopped:
                 return
-            self._seen.add(bucket)
+            self._seen[bucket] = None
+            if len(self._seen) > MAX_SEEN:
+                self._seen.popitem(last=False)
             self._queued.append(bucket)
             self._wake.notify()
         if self._thread is None:

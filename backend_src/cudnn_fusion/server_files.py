@@ -101,7 +101,8 @@ def server_environment(files: ServerFiles, folder: Path, base: Mapping[str, str]
 
     The interpreter inside the stub takes ``python3`` from PATH to find its packages, so the running
     interpreter's folder comes first. Stubs that heed it write no byte code beside models; the others are kept
-    from it by a file that an export puts there. Raises ServerNotFoundError when ``python3`` is another Python.
+    from it by a file that an export puts there. Raises ServerNotFoundError when ``python3`` is another
+    Python.
     """
     scripts = Path(sys.executable).parent
     python3 = scripts / "python3"

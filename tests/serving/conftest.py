@@ -15,7 +15,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-
 from repositories import make_repository
 
 from cudnn_fusion.shm_regions import list_regions, unused
@@ -176,7 +175,7 @@ def model_server(serve_session, tmp_path_factory):
 @pytest.fixture(scope="session")
 def net(model_server, tuned):
     """The tuned network, loaded. Tests that change it or look at its log take a model of their own."""
-    with model_server.serving("net", tuned) as model:
+    with model_server.put("net", tuned) as model:
         yield model
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,27 +71,22 @@ class ModelServer:
             config.write_text(edit(config.read_text()))
         return Model(self, name, folder)
 
-    @contextlib.contextmanager
-    def serving(
-        self, name: str, source: Path, edit: Callable[[str], str] | None = None, elsewhere: bool = False
-    ) -> Iterator[Model]:
-        """A copy that is loaded inside of the with block."""
-        model = self.put(name, source, edit, elsewhere)
-        model.load()
-        try:
-            yield model
-        finally:
-            model.unload()
-
 
 class Model:
-    """A model in a `ModelServer`'s repository."""
+    """A model in a `ModelServer`'s repository; loaded inside of a with block."""
 
     def __init__(self, server: ModelServer, name: str, folder: Path) -> None:
         self.server = server
         self.name = name
         self.folder = folder
         self._log_start = 0
+
+    def __enter__(self) -> Model:
+        self.load()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unload()
 
     def load(self) -> None:
         """InferenceServerException says why it cannot be loaded."""

@@ -1,10 +1,10 @@
 """Requests that cannot be served, alone and among others: each gets its own error, and the server goes on."""
 
+import socket
+
 import numpy as np
 import pytest
 import small_net
-import tritonclient.grpc
-import tritonclient.http
 from model_server import TIMEOUT_S, joined_in_threes, request_inputs
 from test_serving import assert_right
 from tritonclient.utils import InferenceServerException
@@ -19,7 +19,7 @@ INVALID = {"grpc": "StatusCode.INVALID_ARGUMENT", "http": "400"}
 @pytest.fixture(scope="module")
 def joined(model_server, tuned):
     """The tuned network, its requests run three at a time."""
-    with model_server.serving("joined", tuned, joined_in_threes) as model:
+    with model_server.put("joined", tuned, joined_in_threes) as model:
         yield model
 
 
@@ -96,7 +96,7 @@ def test_a_size_out_of_range_is_refused_with_what_came_and_what_is_allowed(net, 
 
 def test_inputs_with_different_numbers_of_rows_are_refused(net):
     arrays = small_net.inputs(3) | {"scale": small_net.inputs(2)["scale"]}
-    with pytest.raises(InferenceServerException, match=r"(?s)scale.*batch|batch.*scale"):
+    with pytest.raises(InferenceServerException, match="'image' batch size does not match"):
         net.infer(arrays)
     assert_still_serving(net)
 
@@ -126,7 +126,7 @@ def test_a_request_that_does_not_fit_is_an_error_and_never_a_hang(net, case, pro
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_a_missing_input_and_an_unknown_output_are_named(net, protocol):
     arrays = small_net.inputs(1)
-    with pytest.raises(InferenceServerException, match="scale|expected 2 inputs"):
+    with pytest.raises(InferenceServerException, match=r"scale|expected 2 inputs"):
         net.infer({"image": arrays["image"]}, protocol)
     with pytest.raises(InferenceServerException, match="logits"):
         net.infer(arrays, protocol, outputs=["logits"])
@@ -137,12 +137,9 @@ def test_a_client_that_gives_up_does_not_disturb_the_next(net):
     with pytest.raises(InferenceServerException):
         net.server.control.infer("net", request_inputs(small_net.inputs(64, 64)), client_timeout=1e-4)
     assert_still_serving(net)
-    assert TIMEOUT_S > 1e-4
 
 
 def test_a_stop_in_the_middle_of_a_body_does_not_disturb_the_next(net):
-    import socket
-
     host, port = net.server.triton.http_url.split(":")
     with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         connection.sendall(b"POST /v2/models/net/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n{")

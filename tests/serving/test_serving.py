@@ -111,7 +111,7 @@ def test_a_restart_finds_every_plan_and_builds_and_times_nothing(net):
 
 
 def test_before_tuning_everything_is_served_by_the_reference(model_server, exported):
-    with model_server.serving("untuned", exported("fp32")) as model:
+    with model_server.put("untuned", exported("fp32")) as model:
         assert model.metric("segments", "origin") == {}
         assert model.metric("buckets", "state") == {"tuned": 0, "skipped": 0}
         arrays = small_net.inputs(4)
@@ -138,7 +138,7 @@ def test_serving_writes_nothing_into_the_repository(model_server, tuned):
 
 def test_a_model_at_another_path_finds_the_same_plans(model_server, tuned, net):
     """Triton copies models from object stores to temporary paths (triton server issue 4587)."""
-    with model_server.serving("moved", tuned, elsewhere=True) as model:
+    with model_server.put("moved", tuned, elsewhere=True) as model:
         assert model.metric("segments", "origin") == {"exact": 12}
         assert model.metric("candidates_total", "stage") == {"built": 0, "timed": 0}
         arrays = small_net.inputs(16)
@@ -177,7 +177,7 @@ def test_a_model_is_unloaded_without_a_trace_and_loaded_again(model_server, tune
 
 
 def test_engine_reference_serves_no_plan(model_server, tuned):
-    with model_server.serving("plain", tuned, parameter("ENGINE", "reference")) as model:
+    with model_server.put("plain", tuned, parameter("ENGINE", "reference")) as model:
         arrays = small_net.inputs(3)
         answer, route = model.infer_and_tell(arrays)
         assert_right(answer, arrays)
@@ -199,7 +199,7 @@ def test_a_parameter_that_cannot_be_meant_is_refused(model_server, tuned, name, 
 
 
 def test_fewer_buckets_are_built_when_so_told_and_all_are_served(model_server, tuned):
-    with model_server.serving("one_bucket", tuned, parameter("MAX_BUCKETS", "1")) as model:
+    with model_server.put("one_bucket", tuned, parameter("MAX_BUCKETS", "1")) as model:
         assert model.metric("buckets", "state") == {"tuned": 1, "skipped": 2}
         assert "batch=4,height=16: over MAX_BUCKETS=1" in model.log()
         for batch, choice in ((1, "padded"), (16, "exact_shape"), (17, "split")):
@@ -214,7 +214,7 @@ def two_on_cpu(config: str) -> str:
 
 
 def test_two_instances_share_the_requests_and_are_both_right(model_server, tuned):
-    with model_server.serving("double", tuned, two_on_cpu) as model:
+    with model_server.put("double", tuned, two_on_cpu) as model:
         for instance in ("double_0_0", "double_0_1"):
             assert f"{instance}: program" in model.log()
 
@@ -240,7 +240,7 @@ WARM_UP = """model_warmup [ {
 )
 def test_half_precision_is_served_from_fp32_inputs(model_server, exported, precision, output_type, tolerance):
     """Warmed up with random bytes, which hold NaN and infinity in floating types."""
-    with model_server.serving(f"half_{precision}", exported(precision), lambda c: c + WARM_UP) as model:
+    with model_server.put(f"half_{precision}", exported(precision), lambda c: c + WARM_UP) as model:
         arrays = small_net.inputs(5)
         for protocol in ("grpc", "http"):
             answer = model.infer(arrays, protocol)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from cudnn_fusion import devices, preflight
 from cudnn_fusion.environment import (
     FIELD_RULES,

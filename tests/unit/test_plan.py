@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from cudnn_fusion.plan import (
     BucketRecord,
     Candidate,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from cudnn_fusion import devices, plan_store, sealed_files
 from cudnn_fusion.environment import Compatibility, target_compatibility
 from cudnn_fusion.plan import (

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+
 from cudnn_fusion import preflight
 from cudnn_fusion.preflight import DeviceFacts, Finding, GpuFacts, check_gpu, gather, judge, load_cudnn
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from programs import FakeEngine, block, cache_of, run_in_torch, served, tuner_of, with_hash, write_version
+from programs import FakeEngine, block, cache_of, run_in_torch, served, tuner_of, write_version
 
 from cudnn_fusion.environment import cpu_compatibility
 from cudnn_fusion.plan import Candidate
