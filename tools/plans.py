@@ -8,9 +8,10 @@ python tools/plans.py report model_repository/conv_block
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cudnn_fusion import devices
@@ -25,12 +27,23 @@ from cudnn_fusion.environment import (
     Compatibility,
     cpu_compatibility,
     cuda_compatibility,
+    current_provenance,
     target_compatibility,
 )
-from cudnn_fusion.preflight import CudnnLoadError, cudnn_version
+from cudnn_fusion.plan import moment
+from cudnn_fusion.preflight import CudnnLoadError, GpuUnavailableError, cudnn_version
 from cudnn_fusion.pretuning import PretuneError, latest_version
-from cudnn_fusion.report import EnvironmentReport, ModelReport, ReportError
+from cudnn_fusion.report import EnvironmentReport, ModelReport, ReportError, ShapeAnswer, TunedPlan
 from cudnn_fusion.shapes import Bucket
+
+EXPECTED_ERRORS = (
+    ReportError,
+    PretuneError,
+    devices.DeviceDescriptionError,
+    CudnnLoadError,
+    GpuUnavailableError,
+    OSError,
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 console = Console(highlight=False)
@@ -50,7 +63,7 @@ def list_plans(model_directory: ModelDirectory, as_json: AsJson = False) -> None
             print(json.dumps([environment_json(e) for e in environments], indent=1))
             return
         if not environments:
-            console.print(f"0 plans: {report.store.root} holds none; run tools/pretune.py {model_directory}")
+            say(f"0 plans: {report.store.root} holds none; run tools/pretune.py {model_directory}")
         for environment in environments:
             print_environment(environment)
 
@@ -69,23 +82,16 @@ def why(
         report = ModelReport(latest_version(model_directory))
         here = environment_here(target)
         bucket = parse_sizes(sizes) if sizes else smallest(report)
-        answer = report.answer(bucket, here)
+        answer = report.answer(bucket, here, None if target else current_provenance(here.kind))
         if as_json:
             print(json.dumps(asdict(answer), indent=1, default=str))
             return
-        console.print(f"here: {here.label()} ({here.hash()})")
-        parts = ", ".join(f"{part.rows} rows in {part.bucket.name}" for part in answer.choice.parts)
-        tuned = " ".join(b.name for b in answer.tuned) or "none"
-        console.print(f"{bucket.name}: {answer.choice.kind}: {parts}; tuned buckets: {tuned}")
-        table = Table("bucket", "layer", "segment", "origin", "plan", "why not better", box=box.SIMPLE)
-        for item in answer.segments:
-            plan = item.plan.candidate.label() if item.plan else "-"
-            table.add_row(item.bucket.name, item.site, item.segment, item.origin, plan, item.why_not_better)
-        WIDE.print(table)
-        if any(item.origin in ("heuristic", "reference") for item in answer.segments):
-            console.print(
-                f"to tune this shape: python tools/pretune.py {model_directory} --buckets {bucket.name}"
-            )
+        say(f"here: {here.label()} ({here.hash()})")
+        print_answer(bucket, answer)
+        print_left(report)
+        if any(item.origin != "exact" for item in answer.segments):
+            wanted = f"--buckets {bucket.name}" if bucket.sizes else ""
+            say(f"to tune this shape: python tools/pretune.py {model_directory} {wanted}".rstrip())
 
 
 @app.command("report")
@@ -100,59 +106,83 @@ def report_fusion(model_directory: ModelDirectory, as_json: AsJson = False) -> N
             ]
             print(json.dumps({"fused": fused, "left": [asdict(item) for item in report.left()]}, indent=1))
             return
-        table = Table("layer", "fused as", "operations", box=box.SIMPLE)
-        for site in report.fused():
-            table.add_row(site.name, site.segment.describe(), str(len(site.covers)))
-        WIDE.print(table)
-        left = Table("left to torch", "operation", "because", box=box.SIMPLE)
-        for item in report.left():
-            left.add_row(item.node, item.op, item.reason)
-        WIDE.print(left)
+        rows = [[s.name, s.segment.describe(), str(len(s.covers))] for s in report.fused()]
+        print_table(["layer", "fused as", "operations"], rows)
+        print_left(report)
         for note in report.program.notes:
-            console.print(f"- {note}")
+            say(f"- {note}")
 
 
 def print_environment(environment: EnvironmentReport) -> None:
     """One environment's plans and buckets as tables."""
     if environment.compatibility is None:
-        console.print(f"{environment.hash}: not usable: {environment.problem}")
+        say(f"{environment.hash}: not usable: {environment.problem}")
         return
     timed = sum(tuned.plan.timed for tuned in environment.plans)
     count = f"{len(environment.plans)} plans ({timed} timed)"
-    console.print(f"{environment.hash}: {environment.compatibility.label()}: {count}")
-    columns = (
-        "buckets",
-        "layers",
-        "winner",
-        "us",
-        "torch us",
-        "speed-up",
-        "error",
-        "checked on",
-        "made",
-        "note",
-    )
-    table = Table(*columns, box=box.SIMPLE)
-    for tuned in environment.plans:
-        plan = tuned.plan
-        table.add_row(
-            " ".join(bucket.name for bucket in tuned.buckets) or "(another program)",
-            " ".join(tuned.sites),
-            plan.candidate.label(),
-            number(plan.time_us, ".1f"),
-            number(plan.torch_time_us, ".1f"),
-            number(tuned.speed_up, ".2f"),
-            number(plan.error.rms if plan.error else None, ".1e"),
-            plan.checked_on,
-            plan.made_at[:10],
-            tuned.hint,
-        )
-    WIDE.print(table)
+    say(f"{environment.hash}: {environment.compatibility.label()}: {count}")
+    columns = "buckets, layers, segment, winner, us, torch us, speed-up, error, checked on, age, note"
+    now = datetime.now(UTC)
+    print_table(columns.split(", "), [plan_row(tuned, now) for tuned in environment.plans])
     for record in environment.buckets:
         times = (
             f"model {number(record.model_time_us, '.1f')} us, torch {number(record.torch_time_us, '.1f')} us"
         )
-        console.print(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}")
+        say(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}")
+
+
+def plan_row(tuned: TunedPlan, now: datetime) -> list[str]:
+    """A plan in the columns of `print_environment`."""
+    plan = tuned.plan
+    return [
+        " ".join(bucket.name for bucket in tuned.buckets) or "(another program)",
+        " ".join(tuned.sites),
+        tuned.segment,
+        plan.candidate.label(),
+        number(plan.time_us, ".1f"),
+        number(plan.torch_time_us, ".1f"),
+        number(tuned.speed_up, ".2f"),
+        number(plan.error.rms if plan.error else None, ".1e"),
+        plan.checked_on,
+        age(plan.made_at, now),
+        tuned.hint,
+    ]
+
+
+def print_answer(request: Bucket, answer: ShapeAnswer) -> None:
+    """The bucket that would serve, and a row for each of its segments."""
+    parts = ", ".join(f"{part.rows} rows in {part.bucket.name}" for part in answer.choice.parts)
+    tuned = " ".join(bucket.name for bucket in answer.tuned) or "none"
+    say(f"{request.name}: {answer.choice.kind}: {parts}; tuned buckets: {tuned}")
+    rows = []
+    for item in answer.segments:
+        plan = item.plan.candidate.label() if item.plan else "-"
+        stale = f"stale: {'; '.join(item.stale)}" if item.stale else ""
+        note = "; ".join(part for part in (item.hint, stale) if part)
+        rows.append([item.bucket.name, item.site, item.segment, item.origin, plan, item.why_not_better, note])
+    print_table(["bucket", "layer", "segment", "origin", "plan", "why not better", "note"], rows)
+
+
+def print_left(report: ModelReport) -> None:
+    """The operations that no plan covers."""
+    rows = [[item.node, item.op, item.reason] for item in report.left()]
+    if rows:
+        print_table(["left to torch", "operation", "because"], rows)
+    else:
+        say("nothing is left to torch: every operation is part of a segment")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Cells are text as it is, never rich's markup."""
+    table = Table(*columns, box=box.SIMPLE)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    WIDE.print(table)
+
+
+def say(text: str) -> None:
+    """A line that is not wrapped, so that commands and paths in it can be copied."""
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def environment_json(environment: EnvironmentReport) -> dict[str, Any]:
@@ -162,7 +192,8 @@ def environment_json(environment: EnvironmentReport) -> dict[str, Any]:
         plan = tuned.plan.to_json()
         plan.pop("sampled", None)
         names = [bucket.name for bucket in tuned.buckets]
-        plans.append({**plan, "buckets": names, "layers": tuned.sites, "hint": tuned.hint})
+        uses = {"buckets": names, "layers": tuned.sites, "segment": tuned.segment}
+        plans.append({**plan, **uses, "speed_up": tuned.speed_up, "hint": tuned.hint})
     return {
         "environment": environment.hash,
         "compatibility": environment.compatibility and environment.compatibility.to_json(),
@@ -186,6 +217,8 @@ def parse_sizes(text: str) -> Bucket:
         name, _, value = part.partition("=")
         if not name.strip() or not value.strip().isdecimal():
             raise ReportError(f"--sizes {text!r}: write AXIS=NUMBER,..., as in batch=3,height=224")
+        if name.strip() in sizes:
+            raise ReportError(f"--sizes {text!r}: {name.strip()} is given twice; give each axis one size")
         sizes[name.strip()] = int(value)
     return Bucket.of(sizes)
 
@@ -200,13 +233,23 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def age(made_at: str, now: datetime) -> str:
+    """How long ago, in the largest whole unit: ``3 d``, ``5 h``, ``0 min``; a dash where it is not known."""
+    if not made_at:
+        return "-"
+    minutes = max(0, int((now - moment(made_at)).total_seconds() // 60))
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h" if minutes < 48 * 60 else f"{minutes // (24 * 60)} d"
+
+
 @contextmanager
 def errors_in_words() -> Iterator[None]:
     """Expected errors as a sentence and exit code 1."""
     try:
         yield
-    except (ReportError, PretuneError, devices.DeviceDescriptionError, CudnnLoadError) as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {error}", soft_wrap=True)
+    except EXPECTED_ERRORS as error:
+        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cudnn_fusion import accuracy, lowered
-from cudnn_fusion.environment import Compatibility, compare
+from cudnn_fusion.environment import Compatibility, Provenance, compare
 from cudnn_fusion.executor import site_sizes
 from cudnn_fusion.interpreter import infer_shapes
 from cudnn_fusion.lowered import Program
@@ -28,13 +29,15 @@ class ReportError(Exception):
 class TunedPlan:
     """A stored plan with the buckets and layers that use it.
 
-    ``hint`` warns of a plan that is worth a look; empty otherwise. Sites and buckets are those of the program
-    that is in the directory now: none for a plan of an earlier one.
+    ``segment`` is `Segment.describe`. ``hint`` warns of a plan that is worth a look; empty otherwise. Segment,
+    sites and buckets are those of the program that is in the directory now: empty for a plan of an earlier
+    one.
     """
 
     plan: Plan
     buckets: tuple[Bucket, ...]
     sites: tuple[str, ...]
+    segment: str
     hint: str = ""
 
     @property
@@ -58,7 +61,11 @@ class EnvironmentReport:
 
 @dataclass(frozen=True)
 class SegmentAnswer:
-    """What would serve one segment of a bucket here. ``why_not_better`` is empty for ``exact``."""
+    """What would serve one segment of a bucket here.
+
+    ``why_not_better`` is empty for ``exact``. ``stale`` lists the differences of provenance, ``hint`` is as
+    in `TunedPlan`.
+    """
 
     site: str
     segment: str
@@ -66,6 +73,8 @@ class SegmentAnswer:
     origin: str
     plan: Plan | None
     why_not_better: str
+    stale: tuple[str, ...] = ()
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,20 +113,23 @@ class ModelReport:
             if stored.compatibility is None:
                 found.append(EnvironmentReport(stored.hash, None, (), (), stored.reason))
                 continue
-            records = tuple(self.store.buckets(stored.compatibility, self.program.sha256))
+            records = self._of_this_program(self.store.buckets(stored.compatibility))
             uses = self._uses(records)
             plans = tuple(
-                TunedPlan(plan, *uses.get(plan.key.digest(), ((), ())), _hint(plan))
-                for plan in self.store.plans(stored.hash)
+                _tuned(plan, uses.get(plan.key.digest(), [])) for plan in self.store.plans(stored.hash)
             )
             found.append(EnvironmentReport(stored.hash, stored.compatibility, plans, records))
         return found
 
-    def answer(self, sizes: Bucket, here: Compatibility) -> ShapeAnswer:
-        """What would serve a request, by the same look-up as the server's. Raises ReportError."""
+    def answer(self, sizes: Bucket, here: Compatibility, provenance: Provenance | None = None) -> ShapeAnswer:
+        """What would serve a request, by the same look-up as the server's.
+
+        Plans are called stale by ``provenance``; None when it is not known, as for a described GPU. Raises
+        ReportError for sizes that the model does not take.
+        """
         self._check(sizes)
-        tuned = {r.bucket for r in self.store.buckets(here, self.program.sha256)}
-        tuned = tuned or {r.bucket for r in self.store.buckets_elsewhere(here, self.program.sha256)}
+        tuned = {r.bucket for r in self._of_this_program(self.store.buckets(here))}
+        tuned = tuned or {r.bucket for r in self._of_this_program(self.store.buckets_elsewhere(here))}
         axis = next((a for a in self.program.axes if a.name == self.program.batch_axis), None)
         limits = (None, None, 1) if axis is None else (axis.name, axis.maximum, axis.minimum)
         choice = choose(sizes, tuned, *limits)
@@ -126,42 +138,54 @@ class ModelReport:
             shapes = infer_shapes(self.program, dict(bucket.sizes))
             for site in self.partition.sites:
                 dims = dict(site_sizes(site, shapes, self.program))
-                segments.append(self._segment(site, dims, bucket, here))
+                segments.append(self._segment(site, dims, bucket, here, provenance))
         return ShapeAnswer(choice, tuple(sorted(tuned)), tuple(segments))
 
     def _segment(
-        self, site: SegmentSite, dims: dict[str, Dims], bucket: Bucket, here: Compatibility
+        self,
+        site: SegmentSite,
+        dims: dict[str, Dims],
+        bucket: Bucket,
+        here: Compatibility,
+        provenance: Provenance | None,
     ) -> SegmentAnswer:
         key = site.segment.key(dims, accuracy.VALIDATION)
         name, text = site.name, site.segment.describe()
         found = self.store.find(here, key)
         if isinstance(found, Found):
-            return SegmentAnswer(name, text, bucket, "exact", found.plan, "")
+            stale, hint = _stale(found.plan, provenance), _hint(found.plan, text)
+            return SegmentAnswer(name, text, bucket, "exact", found.plan, "", stale, hint)
         elsewhere = self.store.find_elsewhere(here, key)
         if elsewhere:
             other, plan = elsewhere[0]
             changed = "; ".join(str(difference) for difference in compare(other, here))
-            return SegmentAnswer(name, text, bucket, "recipe", plan, f"{found.reason} ({changed})")
+            reason = found.reason if changed in found.reason else f"{found.reason} ({changed})"
+            stale, hint = _stale(plan, provenance), _hint(plan, text)
+            return SegmentAnswer(name, text, bucket, "recipe", plan, reason, stale, hint)
         origin = "heuristic" if here.kind == "cuda" else "reference"
         return SegmentAnswer(name, text, bucket, origin, None, found.reason)
 
-    def _uses(
-        self, records: tuple[BucketRecord, ...]
-    ) -> dict[str, tuple[tuple[Bucket, ...], tuple[str, ...]]]:
+    def _uses(self, records: Iterable[BucketRecord]) -> dict[str, list[tuple[Bucket, SegmentSite]]]:
         """Key digest to the buckets and sites that use it."""
-        buckets: dict[str, list[Bucket]] = {}
-        sites: dict[str, list[str]] = {}
+        uses: dict[str, list[tuple[Bucket, SegmentSite]]] = {}
         for record in records:
             shapes = infer_shapes(self.program, dict(record.sizes))
             for site in self.partition.sites:
                 dims = site_sizes(site, shapes, self.program)
                 digest = site.segment.key(dims, accuracy.VALIDATION).digest()
-                buckets.setdefault(digest, []).append(record.bucket)
-                sites.setdefault(digest, []).append(site.name)
-        return {
-            digest: (tuple(dict.fromkeys(buckets[digest])), tuple(dict.fromkeys(sites[digest])))
-            for digest in buckets
-        }
+                uses.setdefault(digest, []).append((record.bucket, site))
+        return uses
+
+    def _of_this_program(self, records: Iterable[BucketRecord]) -> tuple[BucketRecord, ...]:
+        """Records of the program in the directory, with sizes that it takes."""
+        axes = {axis.name: axis for axis in self.program.axes}
+        return tuple(
+            record
+            for record in records
+            if record.program_sha256 == self.program.sha256
+            and {name for name, _ in record.sizes} == axes.keys()
+            and all(axes[name].minimum <= size <= axes[name].maximum for name, size in record.sizes)
+        )
 
     def _check(self, sizes: Bucket) -> None:
         axes = {axis.name: axis for axis in self.program.axes}
@@ -175,11 +199,33 @@ class ModelReport:
                 raise ReportError(f"{name}={size}: the model takes {axis.minimum} to {axis.maximum}")
 
 
-def _hint(plan: Plan) -> str:
+def _tuned(plan: Plan, uses: Sequence[tuple[Bucket, SegmentSite]]) -> TunedPlan:
+    buckets = tuple(dict.fromkeys(bucket for bucket, _ in uses))
+    sites = tuple(dict.fromkeys(site.name for _, site in uses))
+    segment = uses[0][1].segment.describe() if uses else ""
+    return TunedPlan(plan, buckets, sites, segment, _hint(plan, segment))
+
+
+def _stale(plan: Plan, provenance: Provenance | None) -> tuple[str, ...]:
+    if provenance is None:
+        return ()
+    try:
+        stored = Provenance.from_json(plan.provenance)
+    except (KeyError, TypeError, ValueError):
+        return ("where it was made cannot be read",)
+    return tuple(str(difference) for difference in compare(stored, provenance))
+
+
+def _hint(plan: Plan, segment: str) -> str:
+    """``segment`` is empty when it is not known."""
+    candidate = plan.candidate
+    hints: list[str] = []
     if not plan.timed:
-        return "untimed: planned without the device; tune it there"
-    if plan.candidate.engine == "cudnn" and plan.candidate.engine_id in FALLBACK_ENGINES:
-        return "a generic engine: no specialised one passed"
+        hints.append("untimed: planned without the device; tune it there")
+    if candidate.engine == "cudnn" and candidate.engine_id in FALLBACK_ENGINES:
+        hints.append("a generic cuDNN engine, often slower than a specialised one")
+    if candidate.engine == "cudnn" and segment and candidate.form != segment:
+        hints.append(f"cuDNN runs {candidate.form} only, torch the rest of {segment}")
     if plan.time_us is not None and plan.torch_time_us is not None and plan.time_us > plan.torch_time_us:
-        return "slower than torch"
-    return ""
+        hints.append("slower than torch")
+    return "; ".join(hints)

@@ -282,6 +282,10 @@ class TritonServer:
         try:
             for path in paths:
                 self._get(f"http://{self.http_url}/{path}")
+            # Triton opens its ports one after the other: an answer over HTTP does not mean that the others are.
+            for port, service in zip(self._ports[1:], ("grpc", "metrics"), strict=True):
+                if f"--allow-{service}=false" not in self._extra_args:
+                    socket.create_connection((self._connect_address, port), timeout=5).close()
         except OSError:
             return False
         return True

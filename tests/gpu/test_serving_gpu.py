@@ -64,7 +64,7 @@ def test_crepe_is_served_by_tuned_plans_and_right(precision, tuned_pitch, tmp_pa
                 assert route.origin == "exact"
         hertz = crepe.decode(torch.from_numpy(expected))[0]
         answer, _ = client.infer_and_tell("pitch", frames.samples[:84], "grpc")
-        found = crepe.decode(torch.from_numpy(answer))[0]
+        found = crepe.decode(torch.tensor(answer))[0]
         cents = 1200 * np.abs(np.log2(np.asarray(found) / np.asarray(hertz)[:84]))
         print(f"{precision}: pitch differs from PyTorch's by {cents.max():.2f} cents at most")
         assert cents.max() <= 5

@@ -73,12 +73,6 @@ def server_processes():
     return lambda: [line for pid, line in marked_processes().items() if pid not in before]
 
 
-@pytest.fixture
-def stub_processes():
-    """Gives the command lines of all processes that run models, of whichever server of these tests."""
-    return lambda: [line for line in marked_processes().values() if "triton_python_backend_stub" in line]
-
-
 @contextlib.contextmanager
 def _factory(folder: Path):
     with contextlib.ExitStack() as stack:

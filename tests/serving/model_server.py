@@ -184,6 +184,18 @@ def mapped_regions(pid: int) -> set[Path]:
     return {Path(path) for path in re.findall(r"/dev/shm/triton_python_backend_shm_region_\S+", maps)}
 
 
+def children(pid: int) -> set[str]:
+    """Process ids of what this process has started and still runs: one for each model instance."""
+    return {child for task in Path(f"/proc/{pid}/task").iterdir() for child in _children_of_task(task)}
+
+
+def _children_of_task(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text().split()
+    except OSError:  # a thread that has ended
+        return []
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
     """Whether ``condition()`` becomes true in time."""
     deadline = time.monotonic() + timeout_s

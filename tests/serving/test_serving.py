@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import small_net
-from model_server import mapped_regions, parameter, wait_until
+from model_server import children, mapped_regions, parameter, wait_until
 from tritonclient.utils import InferenceServerException
 
 from tools.demo.serving_client import Route
@@ -147,19 +147,22 @@ def test_a_model_at_another_path_finds_the_same_plans(model_server, tuned, net):
         assert route == Route("batch=16,height=16", "exact_shape", "exact")
 
 
-def test_a_model_is_unloaded_without_a_trace_and_loaded_again(model_server, tuned, net, stub_processes):
-    def only_net_is_left() -> bool:
-        return len(stub_processes()) == len(regions()) == 1
-
+def test_a_model_is_unloaded_without_a_trace_and_loaded_again(model_server, tuned, net):
     def regions() -> set[Path]:
         return mapped_regions(model_server.triton.pid)
+
+    def processes() -> set[str]:
+        return children(model_server.triton.pid)
+
+    def only_net_is_left() -> bool:
+        return len(processes()) == len(regions()) == 1
 
     # Models that earlier tests have unloaded leave in their own time.
     assert wait_until(only_net_is_left)
     model = model_server.put("again", tuned)
     for _ in range(2):
         model.load()
-        assert len(stub_processes()) == len(regions()) == 2
+        assert len(processes()) == len(regions()) == 2
         arrays = small_net.inputs(1)
         assert_right(model.infer(arrays), arrays)
         before = regions()

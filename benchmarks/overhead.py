@@ -1,0 +1,239 @@
+"""What the product adds to a request around the model itself, measured inside the real server on a CPU.
+
+    python benchmarks/overhead.py --output benchmarks/results/cpu-2026-12-02-overhead.json
+
+A small convolutional network is exported, tuned and served; requests of one row go one after another over
+gRPC. Each request's overhead is the time from entry of the Triton model's `execute` to its return, less the
+time in `Executor.run` (the plans and torch's operations). Served again with one bucket and with eight, the
+weights must take the same memory. The exit code is 1 when a limit is broken.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tritonclient.grpc
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.overhead_model import SAMPLES_VARIABLE
+from cudnn_fusion.environment import cpu_compatibility, current_provenance
+from cudnn_fusion.triton_server import TritonServer
+from tools.demo.crepe import weights_file
+
+ROOT = Path(__file__).resolve().parents[1]
+MEDIAN_LIMIT_US = 300.0
+BUCKETS = tuple(range(1, 9))
+WARM_UP_REQUESTS = 100
+PARTS = ("parse", "choose", "copy in", "run", "cut out", "responses", "metric")
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network to serve: its factory, its input's declaration, and the input's dims without the batch."""
+
+    name: str
+    factory: str
+    declaration: str
+    dims: tuple[int, ...]
+
+
+CREPE = Network("crepe", "tools.demo.crepe:crepe_tiny", "x:FP32[batch=1..64,1024]", (1024,))
+CONV_BLOCK = Network(
+    "conv_block", "tools.demo.conv_block:conv_block", "x:FP32[batch=1..64,64,56,56]", (64, 56, 56)
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median and 99th percentile of a time, microseconds a request."""
+
+    p50_us: float
+    p99_us: float
+
+    @classmethod
+    def of(cls, samples_us: Sequence[float]) -> Times:
+        """Of at least two samples."""
+        return cls(statistics.median(samples_us), statistics.quantiles(samples_us, n=100)[98])
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result. ``overhead`` is ``execute`` less its part ``run``, taken for each request.
+
+    ``parts`` hold the parts of ``execute``; ``rest`` is what none of them accounts for. ``weights_bytes`` is
+    by number of buckets.
+    """
+
+    model: str
+    batch: int
+    requests: int
+    overhead: Times
+    execute: Times
+    parts: Mapping[str, Times]
+    weights_bytes: Mapping[int, int]
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
+    requests: Annotated[int, typer.Option(help="Requests that are measured.", min=2000)] = 4000,
+) -> None:
+    """Measures the overhead of a request and the weights' memory, and checks both against their limits."""
+    network = _available_network()
+    with tempfile.TemporaryDirectory(prefix="cudnn_fusion_overhead_") as folder:
+        model = tuned_model(network, Path(folder))
+        samples_us = measured_requests(network, model, requests, Path(folder))
+        weights_bytes = {count: bytes_of_weights(model, count) for count in (1, len(BUCKETS))}
+    row = row_of(network, samples_us, weights_bytes)
+    result = {"command": shlex.join(sys.argv), "environment": environment(), "rows": [asdict(row)]}
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    print_table(row)
+    broken = broken_limits(row)
+    for sentence in broken:
+        console.print(f"[red]{sentence}[/red]")
+    raise typer.Exit(1 if broken else 0)
+
+
+def _available_network() -> Network:
+    """CREPE if its weights are installed."""
+    try:
+        weights_file()
+    except FileNotFoundError:
+        return CONV_BLOCK
+    return CREPE
+
+
+def tuned_model(network: Network, folder: Path) -> Path:
+    """The directory of the network exported in fp32 and tuned at `BUCKETS`."""
+    model = folder / "repository" / network.name
+    run_tool("export.py", f"--model={network.factory}", f"--input={network.declaration}", f"--out={model}")
+    buckets = ",".join(map(str, BUCKETS))
+    run_tool("pretune.py", str(model), f"--buckets={buckets}", f"--staging={folder / 'staging'}")
+    return model
+
+
+def run_tool(name: str, *arguments: str) -> None:
+    """Runs one of tools/*.py; ends the benchmark with its output when it fails."""
+    command = [sys.executable, str(ROOT / "tools" / name), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if ended.returncode != 0:
+        console.print(ended.stdout + ended.stderr, markup=False)
+        raise typer.Exit(1)
+
+
+def measured_requests(network: Network, model: Path, requests: int, folder: Path) -> dict[str, list[float]]:
+    """Microseconds of each of the last ``requests`` requests, by part, as the served model has seen them."""
+    timed = shutil.copytree(model, folder / "timed" / network.name)
+    shutil.copy(ROOT / "benchmarks" / "overhead_model.py", timed / "1" / "model.py")
+    samples = folder / "samples.json"
+    random = np.random.default_rng(0)
+    rows = [random.standard_normal((1, *network.dims), dtype=np.float32) for _ in range(16)]
+    with TritonServer(timed.parent, models=[network.name], env={SAMPLES_VARIABLE: str(samples)}) as server:
+        with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
+            for number in range(WARM_UP_REQUESTS + requests):
+                tensor = tritonclient.grpc.InferInput("x", rows[0].shape, "FP32")
+                tensor.set_data_from_numpy(rows[number % len(rows)])
+                client.infer(network.name, [tensor])
+        check_origin(server.metrics())
+    measured: dict[str, list[float]] = json.loads(samples.read_text())
+    return {part: samples_us[WARM_UP_REQUESTS:] for part, samples_us in measured.items()}
+
+
+def check_origin(metrics: str) -> None:
+    """Ends the benchmark unless every request was served by tuned plans of its exact size."""
+    for line in metrics.splitlines():
+        tuned = 'choice="exact_shape"' in line and 'origin="exact"' in line
+        if line.startswith("cudnn_fusion_requests_total{") and not tuned:
+            console.print(f"not measured on tuned plans: {line}", markup=False)
+            raise typer.Exit(1)
+
+
+def bytes_of_weights(model: Path, buckets: int) -> int:
+    """Bytes of weights that a server reports when it holds so many buckets."""
+    config = model / "config.pbtxt"
+    pattern = r'(key: "MAX_BUCKETS" value \{ string_value: )"\d+"'
+    config.write_text(re.sub(pattern, rf'\g<1>"{buckets}"', config.read_text()))
+    with TritonServer(model.parent, models=[model.name]) as server:
+        metrics = server.metrics()
+    tuned = re.search(r'^cudnn_fusion_buckets\{[^}]*state="tuned"[^}]*\} (\S+)$', metrics, re.MULTILINE)
+    weights = re.search(r'^cudnn_fusion_bytes\{[^}]*kind="weights"[^}]*\} (\S+)$', metrics, re.MULTILINE)
+    if weights is None or tuned is None or float(tuned[1]) != buckets:
+        console.print(f"the server did not serve {buckets} buckets, or tells nothing of its weights")
+        raise typer.Exit(1)
+    return int(float(weights[1]))
+
+
+def row_of(network: Network, samples_us: Mapping[str, list[float]], weights_bytes: Mapping[int, int]) -> Row:
+    """The result from the samples of each part."""
+    execute, run = samples_us["execute"], samples_us["run"]
+    parts = {part: samples_us[part] for part in PARTS}
+    rest = [whole - sum(pieces) for whole, *pieces in zip(execute, *parts.values(), strict=True)]
+    return Row(
+        network.name,
+        1,
+        len(execute),
+        Times.of([whole - inner for whole, inner in zip(execute, run, strict=True)]),
+        Times.of(execute),
+        {part: Times.of(values) for part, values in (parts | {"rest": rest}).items()},
+        weights_bytes,
+    )
+
+
+def broken_limits(row: Row) -> list[str]:
+    """A sentence for each limit that is broken."""
+    broken = []
+    if row.overhead.p50_us > MEDIAN_LIMIT_US:
+        broken.append(
+            f"a request's median overhead is {row.overhead.p50_us:.0f} us; at most {MEDIAN_LIMIT_US:.0f} us "
+            "are allowed"
+        )
+    if len(set(row.weights_bytes.values())) > 1:
+        sizes = ", ".join(f"{size} bytes for {count}" for count, size in row.weights_bytes.items())
+        broken.append(f"the weights' memory depends on the number of buckets: {sizes}")
+    return broken
+
+
+def environment() -> dict[str, Any]:
+    """Date, CPU and versions."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **{k: v for k, v in cpu_compatibility().to_json().items() if v is not None},
+        **{k: v for k, v in current_provenance("cpu").to_json().items() if v is not None},
+        "tritonclient": importlib.metadata.version("tritonclient"),
+    }
+
+
+def print_table(row: Row) -> None:
+    """The result, a line for each part."""
+    table = Table("microseconds a request", "p50", "p99", box=box.SIMPLE)
+    shown = {**row.parts, "execute": row.execute, "overhead (execute less run)": row.overhead}
+    for name, times in shown.items():
+        table.add_row(name, f"{times.p50_us:.1f}", f"{times.p99_us:.1f}")
+    console.print(f"{row.model}, batch {row.batch}, {row.requests} requests")
+    console.print(table)
+    for count, size in row.weights_bytes.items():
+        console.print(f"weights with {count} buckets: {size} bytes")
+
+
+if __name__ == "__main__":
+    typer.run(main)
