@@ -31,13 +31,15 @@ help: ## Show the targets
 venv: $(VENV)/.installed ## Make the virtual environment, anew when pyproject.toml or the constraints changed
 
 test: venv ## Run the tests that need no GPU, the real server included
-	$(VENV)/bin/python -m pytest --ignore=tests/gpu --ignore=tests/soak $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --ignore=tests/gpu $(PYTEST_ARGS)
 
 test-gpu: venv ## Run the tests that need an NVIDIA GPU
 	$(VENV)/bin/python -m pytest tests/gpu $(PYTEST_ARGS)
 
-soak: venv ## Run the long tests
-	$(VENV)/bin/python -m pytest tests/soak $(PYTEST_ARGS)
+soak: venv ## Run the tests that draw at random with many more draws
+	CHAIN_SEEDS=200 BIT_FLIPS=3000 LOAD_REQUESTS=20000 $(VENV)/bin/python -m pytest -o timeout=3600 -s \
+		-k "random_chains or flipped_bit or mixed_requests" \
+		tests/unit/test_partition.py tests/unit/test_plan_store.py tests/serving/test_mixed_load.py $(PYTEST_ARGS)
 
 lint: venv ## Check style and types
 	$(VENV)/bin/ruff check .

@@ -42,7 +42,7 @@ EXPECTED_ERRORS = (
     devices.DeviceDescriptionError,
     CudnnLoadError,
     GpuUnavailableError,
-    OSError,
+    PermissionError,
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -90,8 +90,7 @@ def why(
         print_answer(bucket, answer)
         print_left(report)
         if any(item.origin != "exact" for item in answer.segments):
-            wanted = f"--buckets {bucket.name}" if bucket.sizes else ""
-            say(f"to tune this shape: python tools/pretune.py {model_directory} {wanted}".rstrip())
+            say(f"to tune this shape: python tools/pretune.py {model_directory}{buckets_option(answer)}")
 
 
 @app.command("report")
@@ -163,6 +162,12 @@ def print_answer(request: Bucket, answer: ShapeAnswer) -> None:
     print_table(["bucket", "layer", "segment", "origin", "plan", "why not better", "note"], rows)
 
 
+def buckets_option(answer: ShapeAnswer) -> str:
+    """What to tell tools/pretune.py so that it tunes the buckets that the request runs in."""
+    buckets = dict.fromkeys(part.bucket for part in answer.choice.parts if part.bucket.sizes)
+    return f" --buckets '{';'.join(bucket.name for bucket in buckets)}'" if buckets else ""
+
+
 def print_left(report: ModelReport) -> None:
     """The operations that no plan covers."""
     rows = [[item.node, item.op, item.reason] for item in report.left()]
@@ -174,7 +179,9 @@ def print_left(report: ModelReport) -> None:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Cells are text as it is, never rich's markup."""
-    table = Table(*columns, box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
+    for column in columns:
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     WIDE.print(table)

@@ -29,9 +29,9 @@ class ReportError(Exception):
 class TunedPlan:
     """A stored plan with the buckets and layers that use it.
 
-    ``segment`` is `Segment.describe`. ``hint`` warns of a plan that is worth a look; empty otherwise. Segment,
-    sites and buckets are those of the program that is in the directory now: empty for a plan of an earlier
-    one.
+    ``segment`` is `Segment.describe`. ``hint`` warns of a plan that is worth a look; empty otherwise.
+    Segment, sites and buckets are those of the program that is in the directory now: empty for a plan of an
+    earlier one.
     """
 
     plan: Plan
@@ -50,7 +50,10 @@ class TunedPlan:
 
 @dataclass(frozen=True)
 class EnvironmentReport:
-    """All that is stored for one environment. ``problem`` says why none of it is usable, if so."""
+    """All that is stored for one environment, plans in the order of their buckets.
+
+    ``problem`` says why none of it is usable, if so.
+    """
 
     hash: str
     compatibility: Compatibility | None
@@ -115,10 +118,9 @@ class ModelReport:
                 continue
             records = self._of_this_program(self.store.buckets(stored.compatibility))
             uses = self._uses(records)
-            plans = tuple(
-                _tuned(plan, uses.get(plan.key.digest(), [])) for plan in self.store.plans(stored.hash)
-            )
-            found.append(EnvironmentReport(stored.hash, stored.compatibility, plans, records))
+            plans = [_tuned(plan, uses.get(plan.key.digest(), [])) for plan in self.store.plans(stored.hash)]
+            plans.sort(key=lambda tuned: (not tuned.buckets, tuned.buckets))
+            found.append(EnvironmentReport(stored.hash, stored.compatibility, tuple(plans), records))
         return found
 
     def answer(self, sizes: Bucket, here: Compatibility, provenance: Provenance | None = None) -> ShapeAnswer:

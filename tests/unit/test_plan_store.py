@@ -388,7 +388,7 @@ class TestDamage:
         assert len(paths) == 3
         for path in paths:
             good = path.read_bytes()
-            for _ in range(80):
+            for _ in range(int(os.environ.get("BIT_FLIPS", "80"))):
                 position, bit = generator.randrange(len(good)), generator.randrange(8)
                 bad = bytearray(good)
                 bad[position] ^= 1 << bit
