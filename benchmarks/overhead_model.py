@@ -22,7 +22,7 @@ SAMPLES_VARIABLE = "CUDNN_FUSION_OVERHEAD_SAMPLES"
 
 
 class TritonPythonModel(ServedTritonModel):
-    """Writes microseconds of every `execute` when it is unloaded, ``{"execute": [...], "run": [...], ...}``."""
+    """Writes microseconds of every `execute` when it is unloaded: ``{"execute": [...], "run": [...]}``."""
 
     def initialize(self, args: dict[str, str]) -> None:
         super().initialize(args)

@@ -282,7 +282,7 @@ class TritonServer:
         try:
             for path in paths:
                 self._get(f"http://{self.http_url}/{path}")
-            # Triton opens its ports one after the other: an answer over HTTP does not mean that the others are.
+            # Triton opens its ports one after the other: an answer over HTTP does not mean the others.
             for port, service in zip(self._ports[1:], ("grpc", "metrics"), strict=True):
                 if f"--allow-{service}=false" not in self._extra_args:
                     socket.create_connection((self._connect_address, port), timeout=5).close()
