@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, not in its __all__
 
 from cudnn_fusion import lowered, preflight
 from cudnn_fusion.engines.base import Engine
@@ -37,7 +39,6 @@ from cudnn_fusion.requests import (
 )
 from cudnn_fusion.served_model import LoadReport, ServedModel
 from cudnn_fusion.settings import Settings
-from cudnn_fusion.shapes import BucketChoice
 
 _LOG = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class Instance:
         """Runs a group of requests; gives how it was served."""
         model, axis = self.model, self.model.program.batch_axis
         bucket = requests[0].bucket
-        if axis is not None:
+        if axis is not None and len(requests) > 1:
             bucket = bucket.with_size(axis, sum(request.rows(axis) for request in requests))
         choice = model.choose(bucket)
         origins: list[str] = []
@@ -217,16 +218,17 @@ class Instance:
                 origins.append(executor.origin)
             if self.place.device.type == "cuda":
                 torch.cuda.current_stream(self.place.device).synchronize()
-        return (("bucket", _bucket_label(choice)), ("choice", choice.kind), ("origin", worst(origins)))
+        return (("bucket", choice.label), ("choice", choice.kind), ("origin", worst(origins)))
 
     def _stream(self) -> Any:
-        # On a CPU there is none, which torch takes as "change nothing".
-        return torch.cuda.stream(self.model.resources.stream)
+        stream = self.model.resources.stream
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def _response(self, request: Incoming, pb_utils: Any) -> Any:
-        # By DLPack: an array of numpy 2 arrives empty on older servers, and BF16 has no numpy type.
+        # By DLPack: an array of numpy 2 arrives empty on older servers, and BF16 has no numpy type. From the
+        # CPU as a capsule, which is faster; for one of a GPU tensor the server would not wait.
         tensors = [
-            pb_utils.Tensor.from_dlpack(spec.name, tensor)
+            pb_utils.Tensor.from_dlpack(spec.name, to_dlpack(tensor) if tensor.is_cpu else tensor)
             for spec, tensor in zip(self.model.program.outputs, request.outputs, strict=True)
             if spec.name in request.requested
         ]
@@ -275,13 +277,6 @@ class Instance:
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
             torch.cuda.empty_cache()
-
-
-def _bucket_label(choice: BucketChoice) -> str:
-    """Untuned sizes share a label: there may be thousands of them."""
-    if choice.kind == "none":
-        return "untuned"
-    return "+".join(part.bucket.name for part in choice.parts) if len(choice.parts) <= 4 else "many"
 
 
 def _error(pb_utils: Any, message: str, code: Any) -> Any:

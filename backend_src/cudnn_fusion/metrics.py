@@ -22,6 +22,7 @@ class Metrics:
     def __init__(self, pb_utils: Any, model: str, version: str) -> None:
         self._base = {"model": model, "version": version}
         self._metrics: dict[tuple[str, Labels], Any] = {}
+        self._requests: dict[Labels, Any] = {}
         self._families: dict[str, Any] = {}
         try:
             self._make_families(pb_utils)
@@ -64,7 +65,11 @@ class Metrics:
     def served(self, counts: Counter[Labels]) -> None:
         """Counts the requests of one execute, by their labels bucket, choice and origin."""
         for labels, count in counts.items():
-            self.add("requests_total", count, **dict(labels))
+            if labels not in self._requests:
+                self._requests[labels] = self._metric("requests_total", dict(labels))
+            metric = self._requests[labels]
+            if metric is not None:
+                metric.increment(count)
 
     def _metric(self, name: str, labels: Mapping[str, str]) -> Any:
         family = self._families.get(name)

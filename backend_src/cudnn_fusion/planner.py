@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,10 +41,9 @@ class PlanRequest:
 def plan_in_child(requests: Sequence[PlanRequest], device: torch.device) -> list[BuiltPlan | str]:
     """A built plan, or the reason why there is none, for each request. Never raises for what a child does."""
     message = json.dumps({"device": device.index or 0, "requests": [_to_json(r) for r in requests]})
-    python = shutil.which("python3") or sys.executable
     try:
         done = subprocess.run(
-            [python, "-m", "cudnn_fusion.planner"],
+            [_interpreter(), "-m", "cudnn_fusion.planner"],
             input=message,
             capture_output=True,
             text=True,
@@ -130,6 +130,15 @@ def _from_json(data: Mapping[str, Any]) -> PlanRequest:
 
 def _candidate(data: Mapping[str, Any]) -> Candidate:
     return Candidate(**{**data, "knobs": tuple((name, value) for name, value in data["knobs"])})
+
+
+def _interpreter() -> str:
+    """The Python of this environment, which has this package; the first on PATH may be another one.
+
+    ``sys.executable`` alone does not do: in a program that embeds Python it may be empty.
+    """
+    own = Path(sys.prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    return str(own) if own.exists() else (sys.executable or shutil.which("python3") or "python3")
 
 
 def _live_and_die_with_parent() -> None:

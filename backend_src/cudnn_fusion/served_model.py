@@ -22,6 +22,9 @@ from cudnn_fusion.shapes import Bucket, BucketChoice, choose
 MAX_SEEN = 4096
 """How many untuned sizes are remembered as planned or being planned."""
 
+REMEMBERED_CHOICES = 1024
+"""For how many sizes of requests the choice of buckets is kept. It depends on the tuned buckets alone."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,6 +57,7 @@ class ServedModel:
         self._stores = tuple(stores)
         self._executors: OrderedDict[Bucket, Executor] = OrderedDict()
         self._tuned: set[Bucket] = set()
+        self._choices: dict[Bucket, BucketChoice] = {}
         self._served: list[Served] = []
         self._planner = _BackgroundPlanner(self)
 
@@ -102,6 +106,7 @@ class ServedModel:
             report.executors_s += executor.build_s
             report.buckets.append(bucket)
             self._tuned.add(bucket)
+            self._choices.clear()
             self._executors[bucket] = executor
         if self.resources.device.type == "cuda":
             self._warm_up()
@@ -132,6 +137,14 @@ class ServedModel:
 
     def choose(self, request: Bucket) -> BucketChoice:
         """How sizes of a request are served; see `cudnn_fusion.shapes.choose`."""
+        choice = self._choices.get(request)
+        if choice is None:
+            if len(self._choices) >= REMEMBERED_CHOICES:
+                self._choices.clear()
+            choice = self._choices[request] = self._choose(request)
+        return choice
+
+    def _choose(self, request: Bucket) -> BucketChoice:
         axis = next((a for a in self.program.axes if a.name == self.program.batch_axis), None)
         if axis is None:
             return choose(request, self._tuned, None)

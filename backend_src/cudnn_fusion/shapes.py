@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, order=True)
@@ -51,6 +52,13 @@ class BucketChoice:
 
     kind: str
     parts: tuple[Part, ...]
+
+    @cached_property
+    def label(self) -> str:
+        """The buckets' names, for a metric. Untuned sizes share one: there may be thousands of them."""
+        if self.kind == "none":
+            return "untuned"
+        return "+".join(part.bucket.name for part in self.parts) if len(self.parts) <= 4 else "many"
 
 
 def choose(

@@ -24,17 +24,30 @@ def nvrtc_directory() -> Path:
     pytest.fail("libnvrtc is missing: pip install 'cudnn-fusion[cpu]'")
 
 
-@pytest.fixture(scope="session")
-def planning_environment(tmp_path_factory):
-    """The environment of a process in which cuDNN's runtime-compiled engines can compile."""
+def build_driver(source: Path, folder: Path) -> None:
+    """Compiles ``source`` to a libcuda.so.1 in ``folder``."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.fail("a C compiler is missing: it builds the stand-in for the CUDA driver (apt install gcc)")
+    library = folder / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+
+
+@pytest.fixture(scope="session")
+def planning_environment(tmp_path_factory):
+    """The environment of a process in which cuDNN's runtime-compiled engines can compile."""
     folder = tmp_path_factory.mktemp("driver")
-    source = HERE / "driver_stand_in.c"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)], check=True
-    )
+    build_driver(HERE / "driver_stand_in.c", folder)
+    return {**os.environ, "LD_LIBRARY_PATH": f"{folder}:{nvrtc_directory()}"}
+
+
+@pytest.fixture(scope="session")
+def driverless_environment(tmp_path_factory):
+    """The environment of a process whose CUDA driver has none of the functions that cuDNN asks for."""
+    folder = tmp_path_factory.mktemp("no_driver")
+    source = folder / "nothing.c"
+    source.write_text("int nothing;\n")
+    build_driver(source, folder)
     return {**os.environ, "LD_LIBRARY_PATH": f"{folder}:{nvrtc_directory()}"}
 
 
@@ -53,6 +66,26 @@ def plan(planning_environment):
         )
         assert done.returncode == 0, f"planning ended with {done.returncode}: {done.stderr[-2000:]}"
         return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def script(planning_environment):
+    """Runs Python text that may import `planning`; gives its finished process."""
+
+    def run(
+        text: str, *arguments: object, stdin: str = "", environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess:
+        environment = planning_environment if environment is None else environment
+        return subprocess.run(
+            [sys.executable, "-c", text, *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env={**environment, "PYTHONPATH": str(HERE)},
+            check=False,
+        )
 
     return run
 

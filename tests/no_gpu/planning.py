@@ -5,6 +5,7 @@ Standard input: a list of ``{"tail": [kinds], "store": directory or null, ...siz
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -68,6 +69,7 @@ def plan_case(case):
     answer = {
         "unsupported": engine.unsupported(segment, sizes),
         "count": len(candidates),
+        "replayable": [asdict(candidate) for candidate in candidates if candidate.replayable],
         "built": {},
         "rejected": [],
     }

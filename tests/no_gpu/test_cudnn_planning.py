@@ -1,8 +1,5 @@
 """What cuDNN plans for an H200: which forms, which engines, and what is refused."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import planning
@@ -128,49 +125,3 @@ def test_strict_fp32_refuses_tensor_cores_and_tf32_does_not(planned):
     assert any("tensor cores" in reason for reason in planned["fp32"]["rejected"])
     assert not planned["tf32"]["rejected"]
     assert planned["fp32"]["built"]["conv2d+bias+relu"] != planned["tf32"]["built"]["conv2d+bias+relu"]
-
-
-def test_a_channel_mismatch_is_a_reason_and_no_crash(plan):
-    answer = plan({"tail": ["bias", "relu"], "w_channels": 48})[0]
-    assert answer["built"] == {}
-    assert answer["unsupported"]
-
-
-REPLAY = """
-import json, sys, torch
-from planning import segment_of
-from cudnn_fusion import devices
-from cudnn_fusion.engines.cudnn_graph import CudnnEngine
-from cudnn_fusion.plan import Candidate
-from cudnn_fusion.planner import PlanRequest, plan_one
-segment, sizes = segment_of({"tail": ["bias", "relu"]})
-target = devices.load("h200")["properties"]
-first = [c for c in CudnnEngine(torch.device("cuda"), target).candidates(segment, sizes) if c.replayable]
-wanted = first[int(sys.argv[1])]
-renamed = Candidate("cudnn", wanted.form, "no such name", wanted.engine_id, wanted.knobs)
-gone = Candidate("cudnn", wanted.form, "gone", 9999, ())
-bad = Candidate("cudnn", wanted.form, "bad", wanted.engine_id, (("TILE_SIZE", 12345),))
-unknown = Candidate("cudnn", wanted.form, "unknown", wanted.engine_id, (("NO_SUCH_KNOB", 1),))
-recipes = {"name": (wanted,), "knobs": (renamed,), "gone": (gone, bad, unknown, wanted)}[sys.argv[2]]
-built = plan_one(CudnnEngine(torch.device("cuda"), target), PlanRequest(segment, sizes, recipes))
-print(json.dumps([wanted.plan_name, wanted.engine_id, built.candidate.plan_name, built.candidate.engine_id]))
-"""
-
-
-@pytest.mark.parametrize("recipe", ["name", "knobs", "gone"])
-def test_a_recipe_is_planned_anew_by_name_or_knobs_and_a_vanished_one_is_passed_over(
-    planning_environment, recipe
-):
-    """As after an update that drops an engine or a knob (flashinfer issues 3566 and 3449)."""
-    done = subprocess.run(
-        [sys.executable, "-c", REPLAY, "1", recipe],
-        capture_output=True,
-        text=True,
-        env={**planning_environment, "PYTHONPATH": str(planning.__file__).rsplit("/", 1)[0]},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    wanted, wanted_engine, name, engine = json.loads(done.stdout.splitlines()[-1])
-    assert engine == wanted_engine
-    if recipe != "knobs":
-        assert name == wanted

@@ -69,4 +69,8 @@ def test_another_description_makes_other_plans(model, tool, tmp_path):
     done = tool("pretune.py", model, "--target", path, "--buckets", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"NVIDIA H200 NVL half", done.stdout)
-    assert len(PlanStore(model / "1" / "plans").environments()) >= 1
+    store = PlanStore(model / "1" / "plans")
+    half = target_compatibility(description, cudnn_version())
+    assert half.hash() != target_compatibility(devices.load("h200"), cudnn_version()).hash()
+    assert half in [stored.compatibility for stored in store.environments()]
+    assert len(store.plans(half.hash())) == 3

@@ -1,6 +1,7 @@
 """Exported and tuned models through the real server: right answers, by the plans that were tuned."""
 
 import hashlib
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -115,6 +116,10 @@ def test_before_tuning_everything_is_served_by_the_reference(model_server, expor
         assert model.metric("segments", "origin") == {}
         assert model.metric("buckets", "state") == {"tuned": 0, "skipped": 0}
         arrays = small_net.inputs(4)
+        started = time.perf_counter()
+        assert_right(model.infer(arrays), arrays)
+        # The first request must not wait for torch's compiler to be loaded, which takes seconds.
+        assert time.perf_counter() - started < 1
         answer, route = model.infer_and_tell(arrays)
         assert_right(answer, arrays)
         assert route == Route("untuned", "none", "reference")

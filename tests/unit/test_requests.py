@@ -274,7 +274,7 @@ class Server:
 
         @staticmethod
         def from_dlpack(name, tensor):
-            return SimpleNamespace(name=name, tensor=tensor)
+            return SimpleNamespace(name=name, tensor=torch.utils.dlpack.from_dlpack(tensor))
 
     @staticmethod
     def InferenceResponse(output_tensors=(), error=None):

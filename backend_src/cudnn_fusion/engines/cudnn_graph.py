@@ -28,7 +28,10 @@ ALIGNMENT_BYTES = 16
 """What cuDNN assumes of every buffer; `execute` does not check it."""
 
 PLANS_PER_FORM = (48, 24, 8)
-"""How many plans of each of `forms` are candidates: winners sat at index 29 and 34 of fused forms."""
+"""How many plans of each of `forms` are candidates: winners sat at index 29 and 34 of fused forms.
+
+Not in strict fp32, see `CudnnEngine._plan`.
+"""
 
 
 def _cudnn() -> Any:
@@ -137,8 +140,7 @@ class CudnnEngine:
             if "Deselecting" in str(error):
                 raise CandidateRejectedError("not strict fp32: tensor cores or narrowed inputs") from error
             raise CandidateRejectedError(f"not built: {_one_line(error)}") from error
-        built = next((c for c in listed if c.plan_name == candidate.plan_name), candidate)
-        return BuiltPlan(built, bytes(blob), workspace_bytes, notes, str(graph.selected_engine or ""))
+        return BuiltPlan(_listed(graph, form, index), bytes(blob), workspace_bytes, notes, str(graph.selected_engine or ""))
 
     def load(
         self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
@@ -192,7 +194,10 @@ class CudnnEngine:
                 notes = cudnn.numerical_note
                 graph.deselect_numeric_notes([notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS])
             graph.check_support()
-            count = min(int(graph.get_execution_plan_count()), form.plan_limit)
+            count = int(graph.get_execution_plan_count())
+            if form.segment.precision != "fp32":
+                # Strict fp32 takes all: those that it bars come first (25 of 34), and are refused unbuilt.
+                count = min(count, form.plan_limit)
             listed = [_listed(graph, form, index) for index in range(count)]
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
             raise CandidateRejectedError(f"cuDNN has no plan for {form.name}: {_one_line(error)}") from error
@@ -204,11 +209,11 @@ class CudnnEngine:
                 return index
         if candidate.engine_id is None or not candidate.replayable:
             raise CandidateRejectedError(f"no plan is called {candidate.plan_name} here")
-        knob_type = _cudnn().knob_type
-        unknown = [name for name, _ in candidate.knobs if not hasattr(knob_type, name)]
+        knob_types = _cudnn().knob_type.__members__
+        unknown = [name for name, _ in candidate.knobs if name not in knob_types]
         if unknown:
             raise CandidateRejectedError(f"this cuDNN frontend has no knob {', '.join(unknown)}")
-        knobs = {getattr(knob_type, name): value for name, value in candidate.knobs}
+        knobs = {knob_types[name]: value for name, value in candidate.knobs}
         graph.create_execution_plan(candidate.engine_id, knobs)
         return int(graph.get_execution_plan_count()) - 1
 

@@ -1,0 +1,294 @@
+"""What cuDNN does with plans, recipes and segments that do not fit: a reason each time, never a crash.
+
+Every group of faults runs in one process, which says a line as soon as it has survived one: if it dies, the
+first fault without a line has killed it.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from planning import segment_of
+
+from cudnn_fusion import planner
+from cudnn_fusion.plan import Candidate
+from cudnn_fusion.planner import PlanRequest, plan_in_child
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "model_repository" / "conv_block"
+
+
+def lines(done):
+    """The lines that a process of faults has printed, by their first item."""
+    answers = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert done.returncode == 0, f"ended with {done.returncode} after {list(answers)}: {done.stderr[-1000:]}"
+    return answers
+
+
+RECIPES = """
+import json, torch
+from planning import segment_of
+from cudnn_fusion import devices
+from cudnn_fusion.engines.base import CandidateRejectedError
+from cudnn_fusion.engines.cudnn_graph import CudnnEngine
+from cudnn_fusion.plan import Candidate
+from cudnn_fusion.planner import PlanRequest, plan_one
+segment, sizes = segment_of({"tail": ["bias", "relu"]})
+engine = CudnnEngine(torch.device("cuda"), devices.load("h200")["properties"])
+first = engine.candidates(segment, sizes)[0]
+before = engine.build(segment, sizes, first)
+form = first.form
+knob = first.knobs[0][0]
+faults = {
+    "an engine that is gone": Candidate("cudnn", form, "gone", 9999),
+    "a negative engine": Candidate("cudnn", form, "gone", -1),
+    "an engine beyond 32 bits": Candidate("cudnn", form, "gone", 2**40),
+    "a knob's wrong value": Candidate("cudnn", form, "gone", first.engine_id, ((knob, 12345),)),
+    "a knob's value beyond 64 bits": Candidate("cudnn", form, "gone", first.engine_id, ((knob, 2**70),)),
+    "a knob that is gone": Candidate("cudnn", form, "gone", first.engine_id, (("NO_SUCH_KNOB", 1),)),
+    "a name that is no knob": Candidate("cudnn", form, "gone", first.engine_id, (("__class__", 1),)),
+    "a form of another segment": Candidate("cudnn", "conv2d+silu", first.plan_name, first.engine_id),
+    "knobs that cannot be replayed": Candidate("cudnn", form, "gone", 32, (("NOT_SET", 1),), False),
+}
+for name, fault in faults.items():
+    try:
+        engine.build(segment, sizes, fault)
+        reason = None
+    except CandidateRejectedError as error:
+        reason = str(error)
+    next_best = plan_one(engine, PlanRequest(segment, sizes, (fault,)))
+    after = engine.build(segment, sizes, first)
+    same = (after.candidate, after.blob) == (before.candidate, before.blob)
+    print(json.dumps([name, [reason, next_best.candidate == first, same]]), flush=True)
+"""
+
+RECIPE_REASONS = {
+    "an engine that is gone": "engine id",
+    "a negative engine": "engine id",
+    "an engine beyond 32 bits": "engine_id",
+    "a knob's wrong value": "NOT_SUPPORTED",
+    "a knob's value beyond 64 bits": "create_execution_plan",
+    "a knob that is gone": "NO_SUCH_KNOB",
+    "a name that is no knob": "__class__",
+    "a form of another segment": "conv2d+silu",
+    "knobs that cannot be replayed": "gone",
+}
+
+
+@pytest.fixture(scope="module")
+def recipes(script):
+    return lines(script(RECIPES))
+
+
+@pytest.mark.parametrize("fault", RECIPE_REASONS)
+def test_a_recipe_that_cannot_be_replayed_has_a_reason_and_the_next_plan_is_built(recipes, fault):
+    """Stored plans whose engine or knobs no longer exist ended servers (flashinfer issues 3566 and 3449)."""
+    reason, next_is_first_choice, engine_works_on = recipes[fault]
+    assert RECIPE_REASONS[fault] in reason
+    assert "\n" not in reason
+    assert len(reason) < 400
+    assert next_is_first_choice
+    assert engine_works_on
+
+
+BLOBS = """
+import json, pathlib, sys, torch
+from planning import segment_of
+from cudnn_fusion import devices
+from cudnn_fusion.engines.cudnn_graph import CudnnEngine
+import cudnn
+properties = devices.load("h200")["properties"]
+engine = CudnnEngine(torch.device("cuda"), properties)
+def built(tail):
+    segment, sizes = segment_of({"tail": tail})
+    return engine.build(segment, sizes, engine.candidates(segment, sizes)[0]).blob
+caught = (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError)
+def refusal(blob, **changes):
+    description = cudnn.create_device_properties(json.dumps({**properties, **changes}))
+    try:
+        cudnn.pygraph(device_property=description, sm_version=90).deserialize(blob)
+    except caught as error:
+        return str(error)
+def say(name, answer):
+    print(json.dumps([name, answer]), flush=True)
+for name, blob in {"precompiled": built(["bias", "relu"]), "compiled": built(["bias", "silu"])}.items():
+    say(name + " unchanged", refusal(blob))
+    say(name + " multiprocessors", refusal(blob, multiProcessorCount=114))
+    say(name + " driver", refusal(blob, driverVer=13010))
+    say(name + " capability", refusal(blob, deviceVer=1000))
+    say(name + " shared memory", refusal(blob, maxSharedMemoryPerBlockOptin=101376))
+    say(name + " device name", refusal(blob, deviceName="NVIDIA H100 80GB HBM3"))
+    say(name + " cut", refusal(blob[: len(blob) // 2]))
+    say(name + " wrong first bytes", refusal(bytes(16) + blob[16:]))
+say("precompiled empty", refusal(b""))
+say("precompiled text", refusal(b"not a plan " * 100))
+say("committed", [refusal(path.read_bytes()) for path in pathlib.Path(sys.argv[1]).rglob("*.plan")])
+"""
+
+
+@pytest.fixture(scope="module")
+def blobs(script):
+    return lines(script(BLOBS, EXAMPLE))
+
+
+def test_cudnn_loads_the_plans_of_the_committed_example(blobs):
+    assert blobs["committed"] == [None, None, None]
+
+
+@pytest.mark.parametrize("kind", ["precompiled", "compiled"])
+@pytest.mark.parametrize("changed", ["multiprocessors", "driver", "capability", "shared memory"])
+def test_cudnn_itself_refuses_a_plan_of_another_device(blobs, kind, changed):
+    assert blobs[f"{kind} unchanged"] is None
+    assert "ARCH_MISMATCH" in blobs[f"{kind} {changed}"]
+
+
+@pytest.mark.parametrize("kind", ["precompiled", "compiled"])
+def test_cudnn_does_not_look_at_the_device_name_so_the_store_must(blobs, kind):
+    assert blobs[f"{kind} device name"] is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "precompiled cut",
+        "compiled cut",
+        "precompiled wrong first bytes",
+        "compiled wrong first bytes",
+        "precompiled empty",
+        "precompiled text",
+    ],
+)
+def test_a_blob_that_is_no_plan_is_refused_with_an_error_that_loading_expects(blobs, damage):
+    """A blob with wrong first bytes and a matching checksum must not end a server (TensorRT issue 3566)."""
+    assert blobs[damage]
+
+
+IMPOSSIBLE = {
+    "channels that differ": {"w_channels": 48},
+    "channels that groups do not divide": {"groups": 3},
+    "no rows": {"x": [0, 64, 56, 56]},
+    "a kernel larger than its input": {
+        "x": [8, 64, 2, 2],
+        "w": [64, 7, 7],
+        "before": [0, 0],
+        "after": [0, 0],
+    },
+    "negative padding": {"before": [-1, 0]},
+}
+
+
+@pytest.fixture(scope="module")
+def planned(plan):
+    """What planning says of the impossible cases, and of a possible one as ``possible``."""
+    cases = {**IMPOSSIBLE, "possible": {}}
+    answers = plan(*({"tail": ["bias", "relu"], **case} for case in cases.values()))
+    return dict(zip(cases, answers, strict=True))
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_segment_that_cannot_be_planned_has_a_reason_for_every_form(planned, case):
+    answer = planned[case]
+    assert answer["count"] == 0
+    assert [form for form, _ in answer["unsupported"]] == ["conv2d+bias+relu", "conv2d+bias"]
+    for form, reason in answer["unsupported"]:
+        assert reason.startswith(f"cuDNN has no plan for {form}: ")
+        assert "\n" not in reason
+
+
+WITHOUT_DRIVER = """
+import json
+from planning import plan_case
+print(json.dumps(plan_case({"tail": ["bias", "silu"]})))
+"""
+
+
+def test_without_the_driver_only_precompiled_forms_are_planned_and_the_others_have_a_reason(
+    script, driverless_environment
+):
+    done = script(WITHOUT_DRIVER, environment=driverless_environment)
+    assert done.returncode == 0, done.stderr[-1000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert list(answer["built"]) == ["conv2d+bias"]
+    ((form, reason),) = answer["unsupported"]
+    assert form == "conv2d+bias+silu"
+    assert "RUNTIME_PREREQUISITE_MISSING" in reason
+
+
+PLANNER = """
+import torch
+from cudnn_fusion import devices, planner
+from cudnn_fusion.engines.cudnn_graph import CudnnEngine
+torch.cuda.init = lambda: None
+planner.CudnnEngine = lambda device: CudnnEngine(device, devices.load("h200")["properties"])
+planner.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def replayed(script, planned):
+    """The candidate that recipes name, and what the planning process answers to each request."""
+    listed = [planner._candidate(data) for data in planned["possible"]["replayable"]]
+    wanted = listed[2]
+    renamed = replace(wanted, plan_name="as another version names it")
+    vanished = (
+        replace(renamed, engine_id=9999, knobs=()),
+        replace(renamed, knobs=(("TILE_SIZE", 12345),)),
+        replace(renamed, knobs=(("NO_SUCH_KNOB", 1),)),
+        Candidate("torch", "channels_last"),
+    )
+    same, sizes = segment_of({"tail": ["bias", "relu"]})
+    new, new_sizes = segment_of({"tail": ["bias", "add", "leaky_relu"], "stride": [2, 2]})
+    bad, bad_sizes = segment_of({"tail": ["bias", "relu"], "groups": 3})
+    requests = {
+        "by name": PlanRequest(same, sizes, (wanted,)),
+        "by engine and knobs": PlanRequest(same, sizes, (renamed,)),
+        "after vanished ones": PlanRequest(same, sizes, (*vanished, wanted)),
+        "only vanished ones": PlanRequest(same, sizes, vanished),
+        "none": PlanRequest(new, new_sizes),
+        "impossible": PlanRequest(bad, bad_sizes, vanished),
+    }
+    message = {"device": 0, "requests": [planner._to_json(request) for request in requests.values()]}
+    done = script(PLANNER, stdin=json.dumps(message))
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = map(planner._answer, json.loads(done.stdout.splitlines()[-1]))
+    return listed, wanted, dict(zip(requests, answers, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["by name", "by engine and knobs", "after vanished ones"])
+def test_a_recipe_of_another_process_is_planned_anew(replayed, recipe):
+    listed, wanted, answers = replayed
+    assert (wanted.engine_id, wanted.knobs) != (listed[0].engine_id, listed[0].knobs)
+    built = answers[recipe]
+    assert (built.candidate.engine_id, built.candidate.knobs) == (wanted.engine_id, wanted.knobs)
+    assert built.workspace_bytes == answers["by name"].workspace_bytes
+    assert len(built.blob) == len(answers["by name"].blob)
+
+
+def test_vanished_recipes_leave_cudnns_own_first_choice(replayed):
+    """As after an update that drops an engine or a knob (flashinfer issues 3566 and 3449)."""
+    listed, _, answers = replayed
+    assert answers["only vanished ones"].candidate == listed[0]
+
+
+def test_the_planning_process_answers_each_request_with_a_plan_or_a_reason(replayed):
+    _, _, answers = replayed
+    assert answers["none"].candidate.form == "conv2d+bias+add+leaky_relu"
+    assert len(answers["none"].blob) > 1000
+    assert "9999" not in answers["impossible"]
+    assert "conv2d+bias+relu: " in answers["impossible"]
+
+
+def test_a_planning_process_that_dies_is_a_reason_for_each_request(monkeypatch, tmp_path):
+    """It runs in this environment's Python, whatever PATH says, and has no GPU to plan for."""
+    other = tmp_path / "python3"
+    other.write_text("#!/bin/sh\necho another python was started >&2; exit 1\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    segment, sizes = segment_of({"tail": ["bias", "relu"]})
+    first, second = plan_in_child([PlanRequest(segment, sizes)] * 2, torch.device("cuda", 0))
+    assert first == second
+    assert first.startswith("the planning process ended with code 1: ")
+    assert "another python" not in first
+    assert "CUDA" in first or "NVIDIA" in first
