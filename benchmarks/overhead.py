@@ -3,9 +3,10 @@
     python benchmarks/overhead.py --output benchmarks/results/cpu-2026-12-02-overhead.json
 
 A small convolutional network is exported, tuned and served; requests of one row go one after another over
-gRPC. Each request's overhead is the time from entry of the Triton model's `execute` to its return, less the
-time in `Executor.run` (the plans and torch's operations). Served again with one bucket and with eight, the
-weights must take the same memory. The exit code is 1 when a limit is broken.
+gRPC. Each request's overhead is the time from entry of the Triton model's `execute` to its return, less
+the time in `Executor.run` (the plans and torch's operations). Beside it a copy of the model takes the same requests
+in turn with a stopwatch around each part. Served again with one bucket and with eight, the weights must take
+the same memory. The exit code is 1 when a limit is broken.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.overhead_model import SAMPLES_VARIABLE
+from benchmarks.overhead_model import PARTS_SUFFIX, SAMPLES_VARIABLE
 from cudnn_fusion.environment import cpu_compatibility, current_provenance
 from cudnn_fusion.triton_server import TritonServer
 from tools.demo.crepe import weights_file
@@ -44,6 +45,9 @@ MEDIAN_LIMIT_US = 300.0
 BUCKETS = tuple(range(1, 9))
 WARM_UP_REQUESTS = 100
 PARTS = ("parse", "choose", "copy in", "run", "cut out", "responses", "metric")
+
+Samples = Mapping[str, list[float]]
+"""Microseconds of each request, by part of `execute`."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -81,8 +85,8 @@ class Times:
 class Row:
     """The result. ``overhead`` is ``execute`` less its part ``run``, taken for each request.
 
-    ``parts`` hold the parts of ``execute``; ``rest`` is what none of them accounts for. ``weights_bytes`` is
-    by number of buckets.
+    ``parts`` hold the parts of ``execute``; ``rest`` is what none of them accounts for, the stopwatches' own
+    time included. ``weights_bytes`` is by number of buckets.
     """
 
     model: str
@@ -102,9 +106,9 @@ def main(
     network = _available_network()
     with tempfile.TemporaryDirectory(prefix="cudnn_fusion_overhead_") as folder:
         model = tuned_model(network, Path(folder))
-        samples_us = measured_requests(network, model, requests, Path(folder))
+        whole, parts = measured_requests(network, model, requests, Path(folder))
         weights_bytes = {count: bytes_of_weights(model, count) for count in (1, len(BUCKETS))}
-    row = row_of(network, samples_us, weights_bytes)
+    row = row_of(network, whole, parts, weights_bytes)
     result = {"command": shlex.join(sys.argv), "environment": environment(), "rows": [asdict(row)]}
     output.write_text(json.dumps(result, indent=1) + "\n")
     print_table(row)
@@ -141,22 +145,38 @@ def run_tool(name: str, *arguments: str) -> None:
         raise typer.Exit(1)
 
 
-def measured_requests(network: Network, model: Path, requests: int, folder: Path) -> dict[str, list[float]]:
-    """Microseconds of each of the last ``requests`` requests, by part, as the served model has seen them."""
-    timed = shutil.copytree(model, folder / "timed" / network.name)
-    shutil.copy(ROOT / "benchmarks" / "overhead_model.py", timed / "1" / "model.py")
-    samples = folder / "samples.json"
-    random = np.random.default_rng(0)
-    rows = [random.standard_normal((1, *network.dims), dtype=np.float32) for _ in range(16)]
-    with TritonServer(timed.parent, models=[network.name], env={SAMPLES_VARIABLE: str(samples)}) as server:
+def measured_requests(network: Network, model: Path, requests: int, folder: Path) -> list[Samples]:
+    """Samples of the last ``requests`` requests from the model, and from its copy whose parts are timed."""
+    names = (network.name, network.name + PARTS_SUFFIX)
+    repository, samples = folder / "timed", folder / "samples"
+    samples.mkdir()
+    for name in names:
+        timed = shutil.copytree(model, repository / name)
+        shutil.copy(ROOT / "benchmarks" / "overhead_model.py", timed / "1" / "model.py")
+        config = timed / "config.pbtxt"
+        config.write_text(re.sub(r'(?m)^name: ".*"$', f'name: "{name}"', config.read_text()))
+    with TritonServer(repository, models=names, env={SAMPLES_VARIABLE: str(samples)}) as server:
         with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
-            for number in range(WARM_UP_REQUESTS + requests):
-                tensor = tritonclient.grpc.InferInput("x", rows[0].shape, "FP32")
-                tensor.set_data_from_numpy(rows[number % len(rows)])
-                client.infer(network.name, [tensor])
+            send(client, names, network.dims, WARM_UP_REQUESTS + requests)
         check_origin(server.metrics())
-    measured: dict[str, list[float]] = json.loads(samples.read_text())
-    return {part: samples_us[WARM_UP_REQUESTS:] for part, samples_us in measured.items()}
+    measured: list[Samples] = [json.loads((samples / f"{name}.json").read_text()) for name in names]
+    return [{part: values[WARM_UP_REQUESTS:] for part, values in each.items()} for each in measured]
+
+
+def send(
+    client: tritonclient.grpc.InferenceServerClient,
+    models: Sequence[str],
+    dims: tuple[int, ...],
+    requests: int,
+) -> None:
+    """Sends so many requests of one row to each model, one after another, the models in turn."""
+    random = np.random.default_rng(0)
+    rows = [random.standard_normal((1, *dims), dtype=np.float32) for _ in range(16)]
+    for number in range(requests):
+        tensor = tritonclient.grpc.InferInput("x", rows[0].shape, "FP32")
+        tensor.set_data_from_numpy(rows[number % len(rows)])
+        for model in models:
+            client.infer(model, [tensor])
 
 
 def check_origin(metrics: str) -> None:
@@ -183,18 +203,18 @@ def bytes_of_weights(model: Path, buckets: int) -> int:
     return int(float(weights[1]))
 
 
-def row_of(network: Network, samples_us: Mapping[str, list[float]], weights_bytes: Mapping[int, int]) -> Row:
-    """The result from the samples of each part."""
-    execute, run = samples_us["execute"], samples_us["run"]
-    parts = {part: samples_us[part] for part in PARTS}
-    rest = [whole - sum(pieces) for whole, *pieces in zip(execute, *parts.values(), strict=True)]
+def row_of(network: Network, whole: Samples, parts: Samples, weights_bytes: Mapping[int, int]) -> Row:
+    """The result: the overhead from the first samples, its parts from the second."""
+    overhead = [execute - run for execute, run in zip(whole["execute"], whole["run"], strict=True)]
+    named = {part: parts[part] for part in PARTS}
+    rest = [execute - sum(pieces) for execute, *pieces in zip(parts["execute"], *named.values(), strict=True)]
     return Row(
         network.name,
         1,
-        len(execute),
-        Times.of([whole - inner for whole, inner in zip(execute, run, strict=True)]),
-        Times.of(execute),
-        {part: Times.of(values) for part, values in (parts | {"rest": rest}).items()},
+        len(overhead),
+        Times.of(overhead),
+        Times.of(whole["execute"]),
+        {part: Times.of(values) for part, values in (named | {"rest": rest}).items()},
         weights_bytes,
     )
 
@@ -226,7 +246,11 @@ def environment() -> dict[str, Any]:
 def print_table(row: Row) -> None:
     """The result, a line for each part."""
     table = Table("microseconds a request", "p50", "p99", box=box.SIMPLE)
-    shown = {**row.parts, "execute": row.execute, "overhead (execute less run)": row.overhead}
+    shown = {
+        **row.parts,
+        "execute, parts not timed": row.execute,
+        "overhead (execute less run)": row.overhead,
+    }
     for name, times in shown.items():
         table.add_row(name, f"{times.p50_us:.1f}", f"{times.p99_us:.1f}")
     console.print(f"{row.model}, batch {row.batch}, {row.requests} requests")

@@ -1,6 +1,6 @@
-"""The model.py that `benchmarks/overhead.py` serves: the product's model with a stopwatch around each part.
+"""The model.py that `benchmarks/overhead.py` serves: the product's model with stopwatches.
 
-Triton loads a copy of this file. The product itself is not changed and knows nothing of it: the names through
+Triton loads copies of this file. The product itself is not changed and knows nothing of it: the names through
 which `cudnn_fusion.instance` calls its parts are replaced by timed ones in the model's process alone.
 """
 
@@ -18,7 +18,11 @@ from typing import Any
 from cudnn_fusion.triton_model import TritonPythonModel as ServedTritonModel
 
 SAMPLES_VARIABLE = "CUDNN_FUSION_OVERHEAD_SAMPLES"
-"""Environment variable with the path of the file to which the samples go."""
+"""Environment variable with the folder to which the samples go, as the model's name and ``.json``."""
+
+PARTS_SUFFIX = "_parts"
+"""Ends the name of a model whose parts are all timed. Of any other only the engine's calls are: stopwatches
+take time too."""
 
 
 class TritonPythonModel(ServedTritonModel):
@@ -28,7 +32,8 @@ class TritonPythonModel(ServedTritonModel):
         super().initialize(args)
         self._spent_ns: dict[str, int] = defaultdict(int)
         self._samples_us: dict[str, list[float]] = {}
-        self._time_parts()
+        self._name = args["model_name"]
+        self._time_parts(everything=self._name.endswith(PARTS_SUFFIX))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         self._spent_ns.clear()
@@ -41,9 +46,9 @@ class TritonPythonModel(ServedTritonModel):
 
     def finalize(self) -> None:
         super().finalize()
-        Path(os.environ[SAMPLES_VARIABLE]).write_text(json.dumps(self._samples_us))
+        Path(os.environ[SAMPLES_VARIABLE], f"{self._name}.json").write_text(json.dumps(self._samples_us))
 
-    def _time_parts(self) -> None:
+    def _time_parts(self, everything: bool) -> None:
         from cudnn_fusion import executor, instance, metrics, served_model
 
         for part, owner, name in (
@@ -57,7 +62,8 @@ class TritonPythonModel(ServedTritonModel):
             ("responses", instance.Instance, "_response"),
             ("metric", metrics.Metrics, "served"),
         ):
-            setattr(owner, name, self._timed(part, getattr(owner, name)))
+            if everything or part == "run":
+                setattr(owner, name, self._timed(part, getattr(owner, name)))
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         spent_ns = self._spent_ns

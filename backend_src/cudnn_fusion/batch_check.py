@@ -1,4 +1,4 @@
-"""Finds out, by running it, along which axis a program may be batched and padded."""
+"""Finds out along which axis a program may be batched and padded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cudnn_fusion.batch_dependence import row_mixing
 from cudnn_fusion.dims import axis_names, evaluate_shape
 from cudnn_fusion.export_errors import first_line
 from cudnn_fusion.interpreter import Interpreter, dtype_named
@@ -31,9 +32,9 @@ def random_inputs(specs: Sequence[TensorSpec], sizes: dict[str, int], seed: int)
 def find_batch_axis(program: Program, sizes: dict[str, int]) -> tuple[str | None, str]:
     """The batch axis, or None, and a sentence that says why.
 
-    The batch axis is dimension 0 of every input and output, and rows along it do not influence each other:
-    other rows replaced by random values or zeros, and another number of rows, leave a row's answer equal
-    within rounding. ``sizes`` are the sizes of the other axes to try it at.
+    The batch axis is dimension 0 of every input and output, and rows along it do not influence each other. The
+    program's operations must keep rows apart, and so must a trial: other rows replaced by random values or
+    zeros, and another number of rows, leave a row's answer equal within rounding. ``sizes`` are the sizes of the other axes to try it at.
     """
     borders = (*program.inputs, *program.outputs)
     first_dims = [spec.shape[0] if spec.shape else None for spec in borders]
@@ -43,6 +44,9 @@ def find_batch_axis(program: Program, sizes: dict[str, int]) -> tuple[str | None
     elsewhere = next((s.name for s in borders if any(axis.name in axis_names(d) for d in s.shape[1:])), None)
     if elsewhere:
         return None, f"axis {axis.name} is no batch axis: {elsewhere} has it in another dimension too"
+    mixing = row_mixing(program, axis.name)
+    if mixing:
+        return None, f"axis {axis.name} is no batch axis: {mixing}"
     few = min(axis.maximum, max(axis.minimum, 2))
     many = min(axis.maximum, max(few + 1, axis.minimum + 3))
     try:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,8 @@ class Instance:
         clock.lap("preflight")
         stores = [PlanStore(version_directory / PLANS)]
         if settings.plan_overlay is not None:
+            if not settings.plan_overlay.is_dir():
+                _LOG.warning("PLAN_OVERLAY %s is not a directory: no plans there", settings.plan_overlay)
             stores.insert(0, PlanStore(settings.plan_overlay))
         cache = PlanCache(
             stores, here.compatibility, current_provenance(here.compatibility.kind), here.engines, device
@@ -187,20 +189,32 @@ class Instance:
                 metrics.add("errors_total", 1, reason="invalid")
         counts: Counter[Labels] = Counter()
         for together in group(incoming, program.batch_axis):
-            try:
-                labels = self._run(together)
-            except Exception as error:
-                # Whatever one group meets is its own: the others are answered.
-                _LOG.exception("requests of %s failed", together[0].bucket.name)
-                for request in together:
-                    responses[request.index] = _error(pb_utils, str(error), pb_utils.TritonError.INTERNAL)
-                metrics.add("errors_total", len(together), reason="failed")
-                continue
-            counts[labels] += len(together)
-            for request in together:
-                responses[request.index] = self._response(request, pb_utils)
+            for served, result in self._run_apart(together):
+                if isinstance(result, Exception):
+                    for request in served:
+                        responses[request.index] = _failure(pb_utils, result)
+                    metrics.add("errors_total", len(served), reason="failed")
+                    continue
+                counts[result] += len(served)
+                for request in served:
+                    responses[request.index] = self._response(request, pb_utils)
         metrics.served(counts)
         return responses
+
+    def _run_apart(
+        self, requests: Sequence[Incoming]
+    ) -> Iterator[tuple[Sequence[Incoming], Labels | Exception]]:
+        """Runs a group; where that fails, each of its requests alone: one does not fail the others."""
+        try:
+            yield requests, self._run(requests)
+        except Exception as error:
+            _LOG.error("requests of %s failed: %s", requests[0].bucket.name, error)
+            if len(requests) == 1:
+                yield requests, error
+                return
+            for request in requests:
+                request.outputs = []
+                yield from self._run_apart([request])
 
     def _run(self, requests: Sequence[Incoming]) -> Labels:
         """Runs a group of requests; gives how it was served."""
@@ -277,6 +291,14 @@ class Instance:
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
             torch.cuda.empty_cache()
+
+
+def _failure(pb_utils: Any, error: Exception) -> Any:
+    """A failed run as a response: a value that indexes out of range is the request's own fault."""
+    if isinstance(error, IndexError):
+        message = f"{error}: a value of this request is outside of the range that the model takes"
+        return _error(pb_utils, message, pb_utils.TritonError.INVALID_ARG)
+    return _error(pb_utils, str(error), pb_utils.TritonError.INTERNAL)
 
 
 def _error(pb_utils: Any, message: str, code: Any) -> Any:

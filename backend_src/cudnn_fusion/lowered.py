@@ -136,6 +136,10 @@ def write(program: Program, directory: Path) -> Program:
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as temporary:
         weights_file, program_file = Path(temporary, WEIGHTS_FILE), Path(temporary, PROGRAM_FILE)
         save_file(weights, weights_file)
+        # safetensors keeps the file to its writer; a server often runs as another user.
+        umask = os.umask(0)
+        os.umask(umask)
+        weights_file.chmod(0o666 & ~umask)
         program_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         digest = _content_hash(document, weights_file)
         for file in (weights_file, program_file):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 import zlib
 from collections import Counter
@@ -226,11 +225,14 @@ def load_samples(path: Path) -> dict[str, torch.Tensor]:
 
 def staging_directory(program: Program, base: Path | None = None) -> Path:
     """Where finished plans wait for publication: by the program's content, never by the model's path."""
-    if base is None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        base = Path(home) / "cudnn_fusion" / "staging"
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            base = Path(tempfile.gettempdir()) / f"cudnn_fusion-{os.getuid()}" / "staging"
-    return base / program.sha256[:16]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    directory = (base or Path(home) / "cudnn_fusion" / "staging") / program.sha256[:16]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PretuneError(
+            f"cannot write to {directory} ({error}); name another place with --staging"
+        ) from error
+    if not os.access(directory, os.W_OK):
+        raise PretuneError(f"cannot write to {directory}; name another place with --staging")
+    return directory

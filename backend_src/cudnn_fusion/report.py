@@ -197,7 +197,7 @@ class ModelReport:
             raise ReportError(f"sizes {sizes.name}: this model's axes are {wanted}; give each a size")
         for name, size in given.items():
             axis = axes[name]
-            if size < axis.minimum or (size > axis.maximum and name != self.program.batch_axis):
+            if not axis.minimum <= size <= axis.maximum:
                 raise ReportError(f"{name}={size}: the model takes {axis.minimum} to {axis.maximum}")
 
 

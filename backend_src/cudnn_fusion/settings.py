@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENGINES = ("auto", "reference")
+MAX_DIGITS = 12
 
 
 class SettingsError(ValueError):
@@ -48,6 +49,6 @@ def _positive(parameters: Mapping[str, str], name: str, default: int) -> int:
     text = parameters.get(name, "")
     if not text:
         return default
-    if not text.isdecimal() or int(text) == 0:
+    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) == 0:
         raise SettingsError(f"parameter {name} is {text!r}; it must be a whole number of at least 1")
     return int(text)

@@ -260,7 +260,7 @@ def test_a_recipe_of_another_process_is_planned_anew(replayed, recipe):
     listed, wanted, answers = replayed
     assert (wanted.engine_id, wanted.knobs) != (listed[0].engine_id, listed[0].knobs)
     built = answers[recipe]
-    assert (built.candidate.engine_id, built.candidate.knobs) == (wanted.engine_id, wanted.knobs)
+    assert built.candidate == wanted, "the name that it has here, not the one that it had there"
     assert built.workspace_bytes == answers["by name"].workspace_bytes
     assert len(built.blob) == len(answers["by name"].blob)
 

@@ -6,6 +6,7 @@ import planning
 import pytest
 
 from cudnn_fusion import accuracy, devices
+from cudnn_fusion.engines.cudnn_graph import PLANS_PER_FORM
 from cudnn_fusion.environment import target_compatibility
 from cudnn_fusion.plan_store import Found, Miss, PlanStore
 from cudnn_fusion.preflight import cudnn_version
@@ -125,3 +126,11 @@ def test_strict_fp32_refuses_tensor_cores_and_tf32_does_not(planned):
     assert any("tensor cores" in reason for reason in planned["fp32"]["rejected"])
     assert not planned["tf32"]["rejected"]
     assert planned["fp32"]["built"]["conv2d+bias+relu"] != planned["tf32"]["built"]["conv2d+bias+relu"]
+
+
+def test_strict_fp32_has_a_plan_of_every_form_though_barred_ones_are_listed_first(plan):
+    """With the activation left to torch, too: that form wins where the fused one is a generic engine."""
+    (answer,) = plan({"tail": ["bias", "silu"], "precision": "fp32"})
+    assert list(answer["built"]) == ["conv2d+bias+silu", "conv2d+bias"]
+    barred = [reason for reason in answer["rejected"] if "tensor cores" in reason]
+    assert len(barred) > PLANS_PER_FORM[1]

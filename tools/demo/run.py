@@ -224,6 +224,7 @@ def clean_up(model: Path, folder: Path, keep: bool, failed: bool) -> None:
         console.print(f"model: {model}")
     else:
         shutil.rmtree(model, ignore_errors=True)
+        console.print(f"{model} is removed again; --keep keeps it")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,8 @@ class CudnnEngine:
             if "Deselecting" in str(error):
                 raise CandidateRejectedError("not strict fp32: tensor cores or narrowed inputs") from error
             raise CandidateRejectedError(f"not built: {_one_line(error)}") from error
-        return BuiltPlan(_listed(graph, form, index), bytes(blob), workspace_bytes, notes, str(graph.selected_engine or ""))
+        built = _listed(graph, form, index)
+        return BuiltPlan(built, bytes(blob), workspace_bytes, notes, str(graph.selected_engine or ""))
 
     def load(
         self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
