@@ -32,9 +32,10 @@ def random_inputs(specs: Sequence[TensorSpec], sizes: dict[str, int], seed: int)
 def find_batch_axis(program: Program, sizes: dict[str, int]) -> tuple[str | None, str]:
     """The batch axis, or None, and a sentence that says why.
 
-    The batch axis is dimension 0 of every input and output, and rows along it do not influence each other. The
-    program's operations must keep rows apart, and so must a trial: other rows replaced by random values or
-    zeros, and another number of rows, leave a row's answer equal within rounding. ``sizes`` are the sizes of the other axes to try it at.
+    The batch axis is dimension 0 of every input and output, and rows along it do not influence each other.
+    The program's operations must keep rows apart, and a trial must show it: other rows replaced by random
+    values or zeros, and another number of rows, leave a row's answer equal within rounding. ``sizes`` are the
+    sizes of the other axes to try it at.
     """
     borders = (*program.inputs, *program.outputs)
     first_dims = [spec.shape[0] if spec.shape else None for spec in borders]

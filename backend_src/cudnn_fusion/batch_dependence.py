@@ -1,8 +1,8 @@
 """Whether an operation can make a row depend on the others: read off the program, without running it.
 
 A run with some inputs cannot show that rows never influence each other (a threshold on the batch's maximum
-acts only on inputs that reach it). So every operation must be one that is known to keep rows apart; when in doubt
-the answer is that it does not. Nothing is lost then but joining and padding.
+acts only on inputs that reach it). So every operation must be one that is known to keep rows apart; when in
+doubt the answer is that it does not. Nothing is lost then but joining and padding.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cudnn_fusion.lowered import Argument, Dim, Node, Program, Ref, node_referen
 
 # They place dimensions anew and read no element of another row; their result's shape tells where rows are.
 _VIEWS = frozenset(
-    ("view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "unsqueeze", "squeeze", "flatten")
-    + ("unflatten", "alias", "clone", "contiguous", "t", "numpy_T", "movedim", "swapaxes")
+    {"view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "unsqueeze", "squeeze", "flatten"}
+    | {"unflatten", "alias", "clone", "contiguous", "t", "numpy_T", "movedim", "swapaxes"}
 )
 
 # Sizes may follow the number of rows here: shapes of views, and of tensors of one repeated value.
