@@ -135,7 +135,7 @@ class TestBatchAxis:
     def test_a_mean_over_the_batch_is_found(self) -> None:
         program = _exported(models.BatchMean(), "x:FP32[batch=1..64,3]")
         assert program.batch_axis is None
-        assert "changes with the other rows" in program.notes[-1]
+        assert "reduces over rows" in program.notes[-1]
 
     def test_a_statistic_over_the_batch_hidden_in_a_normalisation_is_found(self) -> None:
         class LargestOfAll(nn.Module):

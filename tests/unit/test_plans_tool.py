@@ -209,7 +209,7 @@ def test_a_bucket_that_the_program_does_not_take_is_left_out(tmp_path, h200):
         report.store.publish_bucket(h200, BucketRecord(sizes, report.program.sha256, ("0" * 64,)))
     (environment,) = report.environments()
     assert [record.bucket.name for record in environment.buckets] == ["batch=1", "batch=8", "batch=64"]
-    assert report.answer(Bucket.of({"batch": 65}), h200).choice.kind == "split"
+    assert report.answer(Bucket.of({"batch": 64}), h200).choice.kind == "exact_shape"
 
 
 def test_report_says_what_is_fused_and_what_is_not(model):
