@@ -157,26 +157,23 @@ def measured_requests(network: Network, model: Path, requests: int, folder: Path
         config.write_text(re.sub(r'(?m)^name: ".*"$', f'name: "{name}"', config.read_text()))
     with TritonServer(repository, models=names, env={SAMPLES_VARIABLE: str(samples)}) as server:
         with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
-            send(client, names, network.dims, WARM_UP_REQUESTS + requests)
+            for name in names:
+                send(client, name, network.dims, WARM_UP_REQUESTS + requests)
         check_origin(server.metrics())
     measured: list[Samples] = [json.loads((samples / f"{name}.json").read_text()) for name in names]
     return [{part: values[WARM_UP_REQUESTS:] for part, values in each.items()} for each in measured]
 
 
 def send(
-    client: tritonclient.grpc.InferenceServerClient,
-    models: Sequence[str],
-    dims: tuple[int, ...],
-    requests: int,
+    client: tritonclient.grpc.InferenceServerClient, model: str, dims: tuple[int, ...], requests: int
 ) -> None:
-    """Sends so many requests of one row to each model, one after another, the models in turn."""
+    """Sends so many requests of one row to ``model``, one after another."""
     random = np.random.default_rng(0)
     rows = [random.standard_normal((1, *dims), dtype=np.float32) for _ in range(16)]
     for number in range(requests):
         tensor = tritonclient.grpc.InferInput("x", rows[0].shape, "FP32")
         tensor.set_data_from_numpy(rows[number % len(rows)])
-        for model in models:
-            client.infer(model, [tensor])
+        client.infer(model, [tensor])
 
 
 def check_origin(metrics: str) -> None:
