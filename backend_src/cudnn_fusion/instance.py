@@ -224,7 +224,7 @@ class Instance:
             bucket = bucket.with_size(axis, sum(request.rows(axis) for request in requests))
         choice = model.choose(bucket)
         origins: list[str] = []
-        with model.lock, torch.inference_mode(), self._stream():
+        with model.lock, self._stream():
             for part in choice.parts:
                 executor, _ = model.executor(part.bucket)
                 copy_in(requests, part, axis, executor.inputs)

@@ -93,18 +93,18 @@ def _tensor(given: Any, spec: TensorSpec, program: Program) -> torch.Tensor:
 
 
 def _take_sizes(tensor: torch.Tensor, spec: TensorSpec, program: Program, sizes: dict[str, int]) -> None:
-    dims = tuple(tensor.shape)
-    fits = len(dims) == len(spec.shape) and all(
-        isinstance(want, str) or got == want for got, want in zip(dims, spec.shape, strict=True)
-    )
-    if not fits:
-        raise BadRequestError(f"input {spec.name!r} has dims {list(dims)}; expected {_expected(program)}")
-    for got, axis in zip(dims, spec.shape, strict=True):
-        if isinstance(axis, str) and sizes.setdefault(axis, got) != got:
+    dims = tensor.shape
+    fits = len(dims) == len(spec.shape)
+    for got, want in zip(dims, spec.shape, strict=False):
+        if isinstance(want, int):
+            fits = fits and got == want
+        elif sizes.setdefault(want, got) != got and fits:
             raise BadRequestError(
-                f"axis {axis} is {sizes[axis]} in one input and {got} in {spec.name!r}; it must be the same "
+                f"axis {want} is {sizes[want]} in one input and {got} in {spec.name!r}; it must be the same "
                 f"in all inputs: {_expected(program)}"
             )
+    if not fits:
+        raise BadRequestError(f"input {spec.name!r} has dims {list(dims)}; expected {_expected(program)}")
 
 
 def _check_ranges(sizes: Mapping[str, int], program: Program) -> None:
@@ -180,7 +180,12 @@ def cut_out(
         requests[0].outputs = [_handed_out(output, requests[0], shared) for output in outputs]
         return
     for request, first, last, offset in _overlaps(requests, part, batch_axis):
-        rows = [_handed_out(output[offset : offset + last - first], request, shared) for output in outputs]
+        if last - first == part.bucket.size(batch_axis):
+            rows = [_handed_out(output, request, shared) for output in outputs]
+        else:
+            rows = [
+                _handed_out(output[offset : offset + last - first], request, shared) for output in outputs
+            ]
         if not request.outputs:
             request.outputs = rows
         else:
@@ -190,7 +195,7 @@ def cut_out(
 
 def _handed_out(rows: torch.Tensor, request: Incoming, shared: bool) -> torch.Tensor:
     packed = rows.contiguous()
-    if packed.device.type == "cuda" and not request.on_gpu:
+    if packed.is_cuda and not request.on_gpu:
         return packed.cpu()
     return packed.clone() if shared and packed.data_ptr() == rows.data_ptr() else packed
 
