@@ -4,8 +4,8 @@
 
 A small convolutional network is exported, tuned and served; requests of one row go one after another over
 gRPC. Each request's overhead is the time from entry of the Triton model's `execute` to its return, less
-the time in `Executor.run` (the plans and torch's operations). Beside it a copy of the model takes the same
-requests in turn with a stopwatch around each part. Served again with one bucket and with eight, the weights
+the time in `Executor.run` (the plans and torch's operations). In turn with it a copy of the model, with a
+stopwatch around each part, takes the same requests. Served again with one bucket and with eight, the weights
 must take the same memory. The exit code is 1 when a limit is broken.
 """
 
