@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from cudnn_fusion.executor import site_sizes
 from cudnn_fusion.interpreter import infer_shapes
-from cudnn_fusion.lowered import Program
-from cudnn_fusion.partition import partition, references
+from cudnn_fusion.lowered import Program, node_references
+from cudnn_fusion.partition import partition
 from cudnn_fusion.shapes import Bucket
 
 BYTES_PER_S = 4.3e12
@@ -41,7 +41,7 @@ def floor_us(program: Program, bucket: Bucket) -> float:
     for node in program.nodes:
         if node.name in covered or node.name not in shapes or node.op.split(".")[1] in VIEWS:
             continue
-        read = {name for name in references(node) if name in shapes or name in program.weights}
+        read = {name for name in node_references(node) if name in shapes or name in program.weights}
         elements = math.prod(shapes[node.name]) + sum(
             math.prod(shapes[name]) if name in shapes else program.weights[name].numel() for name in read
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cudnn_fusion.lowered import Axis, ProgramError
+from cudnn_fusion.lowered import Axis, ProgramError, dtype_name
 
 TRITON_DTYPES: dict[str, torch.dtype] = {
     "FP16": torch.float16,
@@ -24,6 +24,9 @@ TRITON_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """Triton's names of data types (without the ``TYPE_`` that config.pbtxt adds) and torch's."""
+
+TRITON_NAMES = {dtype_name(dtype): name for name, dtype in TRITON_DTYPES.items()}
+"""The other way round: ``FP16`` for ``float16``."""
 
 _EXAMPLE = "image:FP32[batch=1..64,3,height=224..512,224]"
 

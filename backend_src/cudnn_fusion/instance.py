@@ -15,6 +15,7 @@ import torch
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, not in its __all__
 
 from cudnn_fusion import lowered, preflight
+from cudnn_fusion.declarations import TRITON_NAMES
 from cudnn_fusion.engines.base import Engine
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.engines.torch_eager import TorchEngine, configure
@@ -28,7 +29,6 @@ from cudnn_fusion.metrics import Labels, Metrics
 from cudnn_fusion.plan_cache import PlanCache, worst
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.requests import (
-    TRITON_TYPES,
     BadRequestError,
     Incoming,
     copy_in,
@@ -161,7 +161,7 @@ class Instance:
             )
         given = {item["name"]: item for item in config["input"]}
         if set(given) != {spec.name for spec in program.inputs}:
-            expected = ", ".join(f"{s.name} {TRITON_TYPES[s.dtype]} {describe(s)}" for s in program.inputs)
+            expected = ", ".join(f"{s.name} {TRITON_NAMES[s.dtype]} {describe(s)}" for s in program.inputs)
             raise ServingError(f"inputs are {', '.join(sorted(given))}; the program takes {expected}")
         outputs = {spec.name: spec for spec in program.outputs}
         for item in config["output"]:
@@ -172,7 +172,7 @@ class Instance:
         for specs, items in ((program.inputs, config["input"]), (program.outputs, config["output"])):
             for item in items:
                 spec = next(s for s in specs if s.name == item["name"])
-                expected = f"TYPE_{TRITON_TYPES[spec.dtype]}"
+                expected = f"TYPE_{TRITON_NAMES[spec.dtype]}"
                 if item["data_type"] != expected:
                     raise ServingError(f"{item['name']!r} is {item['data_type']}; the program has {expected}")
 

@@ -104,7 +104,7 @@ class Program:
     """A whole inference program: functional, in inference mode, at one precision mode.
 
     ``batch_axis`` names the axis that is dimension 0 of every input and output and along which rows do
-    not influence each other (checked numerically at export), or is None. ``precision`` is one of
+    not influence each other (see `cudnn_fusion.batch_check`), or is None. ``precision`` is one of
     ``fp32``, ``tf32``, ``fp16``, ``bf16``.
     """
 
@@ -120,6 +120,16 @@ class Program:
     """What the passes did, a sentence each (``folded batch_norm_1 into conv2d_1``)."""
     sha256: str = ""
     """Content hash over program.json and weights.safetensors; empty until written or read."""
+
+    @property
+    def batch(self) -> Axis | None:
+        """The batch axis with its range, or None."""
+        return next((axis for axis in self.axes if axis.name == self.batch_axis), None)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that the lowered form uses: torch's without prefix, as ``float16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def write(program: Program, directory: Path) -> Program:
@@ -219,7 +229,7 @@ def _encode_program(program: Program) -> dict[str, Any]:
 
 
 def _weight_record(weight: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return {"dtype": dtype_name(weight.dtype), "shape": list(weight.shape)}
 
 
 def _encode_spec(spec: TensorSpec) -> dict[str, Any]:

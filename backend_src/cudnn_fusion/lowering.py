@@ -29,6 +29,7 @@ from cudnn_fusion.lowered import (
     ProgramError,
     Ref,
     TensorSpec,
+    dtype_name,
 )
 from cudnn_fusion.operations import NAME_OF_FUNCTION, is_random, resolve
 
@@ -57,7 +58,7 @@ def lower(
     return Program(
         name=name,
         precision=precision,
-        inputs=tuple(TensorSpec(d.name, _dtype_name(d.torch_dtype), d.shape, d.name) for d in declarations),
+        inputs=tuple(TensorSpec(d.name, dtype_name(d.torch_dtype), d.shape, d.name) for d in declarations),
         outputs=outputs,
         axes=dynamic_axes(declarations),
         batch_axis=None,
@@ -65,10 +66,6 @@ def lower(
         weights=lowering.weights,
         notes=(*lowering.notes, *notes),
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_state(exported: ExportedProgram) -> None:
@@ -161,7 +158,7 @@ class _Lowering:
     def _cast_at_entry(self, declaration: InputDeclaration, traced: torch.Tensor) -> Argument:
         if declaration.torch_dtype == traced.dtype:
             return Ref(declaration.name)
-        dtype = _dtype_name(traced.dtype)
+        dtype = dtype_name(traced.dtype)
         node = Node(
             self._free(f"{declaration.name}_cast"),
             "aten._to_copy.default",
@@ -301,7 +298,7 @@ class _Lowering:
     def _describe(self, traced: Any, node: FxNode) -> tuple[tuple[Dim, ...] | None, str | None]:
         if not isinstance(traced, torch.Tensor):
             return None, None
-        return tuple(self._dim(size, node) for size in traced.shape), _dtype_name(traced.dtype)
+        return tuple(self._dim(size, node) for size in traced.shape), dtype_name(traced.dtype)
 
     def _dim(self, size: int | torch.SymInt, node: FxNode) -> Dim:
         if isinstance(size, int):
@@ -359,9 +356,9 @@ class _Lowering:
 
     def _known_tensors(self) -> dict[str, tuple[tuple[Dim, ...], str]]:
         known: dict[str, tuple[tuple[Dim, ...], str]] = {
-            name: (tuple(weight.shape), _dtype_name(weight.dtype)) for name, weight in self.weights.items()
+            name: (tuple(weight.shape), dtype_name(weight.dtype)) for name, weight in self.weights.items()
         }
-        known |= {d.name: (d.shape, _dtype_name(d.torch_dtype)) for d in self._declarations}
+        known |= {d.name: (d.shape, dtype_name(d.torch_dtype)) for d in self._declarations}
         for node in self.nodes:
             if node.shape is not None and node.dtype is not None:
                 known[node.name] = (node.shape, node.dtype)

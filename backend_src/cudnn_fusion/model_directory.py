@@ -26,7 +26,7 @@ import torch
 from torch.export import ExportedProgram
 
 from cudnn_fusion import lowered
-from cudnn_fusion.declarations import TRITON_DTYPES
+from cudnn_fusion.declarations import TRITON_NAMES
 from cudnn_fusion.export_errors import first_line
 from cudnn_fusion.lowered import Program, ProgramError, TensorSpec
 from cudnn_fusion.settings import Settings
@@ -45,7 +45,7 @@ __all__ = ["TritonPythonModel"]
 _NO_BYTE_CODE = """A file in place of the folder in which Python would keep model.py's byte code:
 Triton takes such a folder for a change of the model and loads the model again.
 """
-_TRITON_NAMES = {str(dtype).removeprefix("torch."): f"TYPE_{name}" for name, dtype in TRITON_DTYPES.items()}
+_TRITON_NAMES = {dtype: f"TYPE_{name}" for dtype, name in TRITON_NAMES.items()}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from cudnn_fusion.lowered import Argument, Node, Program, Ref
+from cudnn_fusion.lowered import Node, Program, Ref, dtype_name, node_references
+from cudnn_fusion.passes import conv_arguments
 from cudnn_fusion.segment import ACTIVATIONS, Operand, Operation, Segment
 
 FUSIBLE_DTYPES = ("float32", "float16", "bfloat16")
@@ -96,7 +97,7 @@ class _Partitioner:
         self.nodes = {node.name: node for node in program.nodes}
         self.users: dict[str, list[Node]] = {}
         for node in program.nodes:
-            for name in references(node):
+            for name in node_references(node):
                 self.users.setdefault(name, []).append(node)
         self.results = {spec.value for spec in program.outputs}
         self.covered: set[str] = set()
@@ -122,7 +123,7 @@ class _Partitioner:
         return Partition(tuple(sites), left)
 
     def _refusal(self, node: Node) -> str | None:
-        x, w, bias, *_ = _conv_arguments(node)
+        x, w, bias, *_ = conv_arguments(node)
         if not (isinstance(x, Ref) and self._dims(x.name) is not None and len(self._dims(x.name) or ()) == 4):
             return "its input is not a batch of images [N, C, H, W]"
         if not (isinstance(w, Ref) and w.name in self.program.weights):
@@ -134,7 +135,7 @@ class _Partitioner:
         return None
 
     def _grow(self, conv: Node) -> SegmentSite:
-        x, w, bias, stride, padding, dilation, groups = _conv_arguments(conv)
+        x, w, bias, stride, padding, dilation, groups = conv_arguments(conv)
         source = cast(Ref, x).name
         before = after = cast("tuple[int, ...]", padding)
         covers = {conv.name}
@@ -213,7 +214,10 @@ class _Partitioner:
         if weight is None or like.shape is None:
             return False
         dims = tuple(weight.shape)
-        return dims in ((1, like.shape[1], 1, 1), (like.shape[1], 1, 1)) and _name(weight.dtype) == like.dtype
+        return (
+            dims in ((1, like.shape[1], 1, 1), (like.shape[1], 1, 1))
+            and dtype_name(weight.dtype) == like.dtype
+        )
 
     def _dims(self, name: str) -> tuple[int | str, ...] | None:
         if name in self.nodes:
@@ -226,37 +230,8 @@ class _Partitioner:
         if name in self.nodes:
             return self.nodes[name].dtype
         if name in self.program.weights:
-            return _name(self.program.weights[name].dtype)
+            return dtype_name(self.program.weights[name].dtype)
         return next((spec.dtype for spec in self.program.inputs if spec.value == name), None)
-
-
-def references(node: Node) -> list[str]:
-    """Names of all values that the node takes, once for each place it takes them."""
-    found: list[str] = []
-
-    def visit(argument: Argument) -> None:
-        if isinstance(argument, Ref):
-            found.append(argument.name)
-        elif isinstance(argument, tuple):
-            for item in argument:
-                visit(item)
-
-    for argument in (*node.args, *(value for _, value in node.kwargs)):
-        visit(argument)
-    return found
-
-
-def _conv_arguments(node: Node) -> tuple[Argument, ...]:
-    """x, w, bias, stride, padding, dilation, groups with the operator's defaults."""
-    named = dict(node.kwargs)
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    defaults: tuple[Argument, ...] = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
-    given = [
-        node.args[i] if i < len(node.args) else named.get(name, default)
-        for i, (name, default) in enumerate(zip(names, defaults, strict=True))
-    ]
-    pair = [value * 2 if isinstance(value, tuple) and len(value) == 1 else value for value in given]
-    return tuple(pair)
 
 
 def _zero_padding(node: Node | None) -> tuple[int, int, int, int] | None:
@@ -290,7 +265,7 @@ def _activation(node: Node) -> Operation | None:
 
 def _other_argument(node: Node, name: str) -> str | None:
     """The second tensor of a two-tensor operation that takes ``name`` once."""
-    names = references(node)
+    names = node_references(node)
     if len(names) != 2 or names.count(name) != 1 or not all(isinstance(a, Ref) for a in node.args[:2]):
         return None
     return names[1 - names.index(name)]
@@ -309,7 +284,3 @@ def _why_left(node: Node) -> str:
     if node.op == "aten.conv2d.default":
         return "its pattern is not fusible"
     return "no fusible convolution directly before it takes it in"
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cudnn_fusion.lowered import Argument, Constant, Dim, Node, Program, ProgramError, Ref, node_references
+from cudnn_fusion.lowered import (
+    Argument,
+    Constant,
+    Dim,
+    Node,
+    Program,
+    ProgramError,
+    Ref,
+    dtype_name,
+    node_references,
+)
 
 _BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
 _CONV2D = "aten.conv2d.default"
@@ -44,7 +54,7 @@ def optimize(program: Program, originals: Mapping[str, torch.Tensor]) -> Program
 def remove_copies(program: Program) -> Program:
     """Takes out nodes whose value is their operand's: clones, detach, dropout, conversions to the same."""
     dtypes = {spec.name: spec.dtype for spec in program.inputs}
-    dtypes |= {name: _dtype_name(weight) for name, weight in program.weights.items()}
+    dtypes |= {name: dtype_name(weight.dtype) for name, weight in program.weights.items()}
     dtypes |= {node.name: node.dtype for node in program.nodes if node.dtype}
     same: dict[str, str] = {}
     kept = []
@@ -97,17 +107,22 @@ def write_padding_out(program: Program) -> Program:
             nodes += made
             notes += [f"{node.name}: padding written out as a pad node"] if len(made) > 1 else []
         elif node.op == _CONV2D:
-            nodes.append(replace(node, args=_conv_arguments(node)))
+            nodes.append(replace(node, args=conv_arguments(node)))
         else:
             nodes.append(node)
     return _rebuilt(program, nodes, {}, notes)
 
 
-def _conv_arguments(node: Node) -> tuple[Argument, ...]:
-    defaults: tuple[Argument, ...] = (None, (1, 1), (0, 0), (1, 1), 1)
-    args = node.args + defaults[len(node.args) - 2 :]
-    stride, padding, dilation = (_pair(args[i]) for i in (3, 4, 5))
-    return (*args[:3], stride, padding, dilation, args[6])
+def conv_arguments(node: Node) -> tuple[Argument, ...]:
+    """x, w, bias, stride, padding, dilation, groups of a conv2d, defaults filled in and sizes as pairs."""
+    named = dict(node.kwargs)
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    defaults: tuple[Argument, ...] = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
+    given = [
+        node.args[i] if i < len(node.args) else named.get(name, default)
+        for i, (name, default) in enumerate(zip(names, defaults, strict=True))
+    ]
+    return (*given[:3], *(_pair(value) for value in given[3:6]), given[6])
 
 
 def _pair(value: Argument) -> Argument:
@@ -122,7 +137,7 @@ def _numeric_padding(
     weight = node.args[1]
     if not isinstance(weight, Ref) or weight.name not in shapes:
         return [node]
-    x, _, bias, stride, mode, dilation, groups = _conv_arguments(node)
+    x, _, bias, stride, mode, dilation, groups = conv_arguments(node)
     dilations = dilation if isinstance(dilation, tuple) else (1, 1)
     kernel = [size for size in shapes[weight.name][2:] if isinstance(size, int)]
     totals = [int(d) * (k - 1) if mode == "same" else 0 for d, k in zip(dilations, kernel, strict=True)]  # type: ignore[arg-type]
@@ -179,7 +194,7 @@ def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) ->
             continue
         folded_weight, folded_bias = _folded(conv, affine, program, originals)
         if not (folded_weight.isfinite().all() and folded_bias.isfinite().all()):
-            dtype = _dtype_name(folded_weight)
+            dtype = dtype_name(folded_weight.dtype)
             notes.append(f"{norm.name} is not folded: {conv.name}'s weights would leave the range of {dtype}")
             continue
         new_weight, new_bias = names(f"{conv.name}.folded_weight"), names(f"{conv.name}.folded_bias")
@@ -330,7 +345,7 @@ def _check_range(program: Program, originals: Mapping[str, torch.Tensor]) -> Non
             continue
         if original is None or bool(torch.isfinite(original).all()):
             raise ProgramError(
-                f"weight {name!r} holds values beyond the range of {_dtype_name(weight)}; "
+                f"weight {name!r} holds values beyond the range of {dtype_name(weight.dtype)}; "
                 "use precision bf16 or fp32"
             )
 
@@ -344,10 +359,6 @@ def _use_counts(program: Program) -> Counter[str]:
 
 def _name_of(argument: Argument) -> str:
     return argument.name if isinstance(argument, Ref) else ""
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _all_names(program: Program) -> Callable[[str], str]:

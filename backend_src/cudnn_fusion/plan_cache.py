@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cudnn_fusion import accuracy
-from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Engine, ReadyPlan, Sizes
+from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Engine, ReadyPlan, Sizes, one_line
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM, TorchEngine
 from cudnn_fusion.environment import Compatibility, Provenance, compare
 from cudnn_fusion.plan import Candidate, Plan, PlanKey
@@ -185,7 +185,7 @@ class PlanCache:
             ready = engine.load(segment, sizes, plan.candidate, blob, plan.workspace_bytes)
             result = run_once(ready, segment, sizes, plan.sampled.seed, self.device)
         except (CandidateRejectedError, RuntimeError, ValueError, TypeError) as error:
-            return f"does not run: {_one_line(error)}"
+            return f"does not run: {one_line(error)}"
         refusal = accuracy.compare_sampled(result, plan.sampled, plan.torch_error, segment.precision)
         if refusal:
             return refusal
@@ -207,7 +207,7 @@ class PlanCache:
                 self.reference(segment, sizes, "").ready, segment, sizes, seed, self.device
             )
         except (CandidateRejectedError, RuntimeError, ValueError, TypeError) as error:
-            return f"does not run: {_one_line(error)}"
+            return f"does not run: {one_line(error)}"
         sampled = accuracy.sampled_reference(segment, sizes, seed, self.device)
         expected = torch.tensor(sampled.values, dtype=torch.float64)
         torch_error = accuracy.measure(accuracy.sample(torch_result, seed), expected)
@@ -252,7 +252,3 @@ def run_once(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return result
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

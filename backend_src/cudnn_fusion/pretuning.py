@@ -197,7 +197,7 @@ def _checked(sizes: Iterable[dict[str, str]], text: str, program: Program) -> li
 
 def _default_buckets(program: Program) -> list[Bucket]:
     fixed = {axis.name: axis.maximum for axis in program.axes}
-    batch = next((axis for axis in program.axes if axis.name == program.batch_axis), None)
+    batch = program.batch
     if batch is None:
         return [Bucket.of(fixed)]
     powers = [1 << n for n in range(DEFAULT_BATCHES) if batch.minimum <= 1 << n < batch.maximum]

@@ -132,7 +132,7 @@ class ModelReport:
         self._check(sizes)
         tuned = {r.bucket for r in self._of_this_program(self.store.buckets(here))}
         tuned = tuned or {r.bucket for r in self._of_this_program(self.store.buckets_elsewhere(here))}
-        axis = next((a for a in self.program.axes if a.name == self.program.batch_axis), None)
+        axis = self.program.batch
         limits = (None, None, 1) if axis is None else (axis.name, axis.maximum, axis.minimum)
         choice = choose(sizes, tuned, *limits)
         segments: list[SegmentAnswer] = []

@@ -13,21 +13,9 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from cudnn_fusion.lowered import Program, TensorSpec
+from cudnn_fusion.declarations import TRITON_NAMES
+from cudnn_fusion.lowered import Program, TensorSpec, dtype_name
 from cudnn_fusion.shapes import Bucket, Part
-
-TRITON_TYPES: Mapping[str, str] = {
-    "float16": "FP16",
-    "bfloat16": "BF16",
-    "float32": "FP32",
-    "float64": "FP64",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "uint8": "UINT8",
-    "bool": "BOOL",
-}
 
 
 class BadRequestError(Exception):
@@ -79,15 +67,15 @@ def _tensor(given: Any, spec: TensorSpec, program: Program) -> torch.Tensor:
         tensor: torch.Tensor = from_dlpack(given.__dlpack__() if given.is_cpu() else given)
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
         raise BadRequestError(
-            f"input {spec.name!r} cannot be read ({error}); expected a contiguous {TRITON_TYPES[spec.dtype]} "
+            f"input {spec.name!r} cannot be read ({error}); expected a contiguous {TRITON_NAMES[spec.dtype]} "
             f"tensor of {describe(spec)}, with at least one element"
         ) from error
     if tensor.dtype == torch.uint8 and spec.dtype == "bool":
         tensor = tensor.bool()
-    found = str(tensor.dtype).removeprefix("torch.")
+    found = dtype_name(tensor.dtype)
     if found != spec.dtype:
         raise BadRequestError(
-            f"input {spec.name!r} has type {TRITON_TYPES.get(found, found)}; expected {_expected(program)}"
+            f"input {spec.name!r} has type {TRITON_NAMES.get(found, found)}; expected {_expected(program)}"
         )
     return tensor
 
@@ -124,7 +112,7 @@ def describe(spec: TensorSpec) -> str:
 
 
 def _expected(program: Program) -> str:
-    inputs = ", ".join(f"{s.name} {TRITON_TYPES[s.dtype]} {describe(s)}" for s in program.inputs)
+    inputs = ", ".join(f"{s.name} {TRITON_NAMES[s.dtype]} {describe(s)}" for s in program.inputs)
     axes = ", ".join(f"{a.name} {a.minimum}..{a.maximum}" for a in program.axes)
     return f"{inputs}" + (f" with {axes}" if axes else "")
 

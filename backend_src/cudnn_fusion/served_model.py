@@ -145,7 +145,7 @@ class ServedModel:
         return choice
 
     def _choose(self, request: Bucket) -> BucketChoice:
-        axis = next((a for a in self.program.axes if a.name == self.program.batch_axis), None)
+        axis = self.program.batch
         if axis is None:
             return choose(request, self._tuned, None)
         return choose(request, self._tuned, axis.name, axis.maximum, axis.minimum)

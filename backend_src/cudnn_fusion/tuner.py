@@ -227,7 +227,7 @@ class Tuner:
             except _FAILURES as failure:
                 reasons.append((candidate.label(), _reason(failure, "is not built")))
                 continue
-            plan = self._plan(item.key, built, "none", reasons)
+            plan = untimed_plan(item.key, built, self.provenance, rejected=reasons)
             self.store.publish(self.compatibility, plan, built.blob)
             return Outcome(bucket, item, plan, reused=False)
         return Outcome(bucket, item, None, reused=False, reasons=tuple(reasons) or _no_candidates(engine))
@@ -279,7 +279,7 @@ class Tuner:
         winner = min(timings, key=lambda index: (not timings[index].final, timings[index].median_us))
         torch_index = next((i for i in timings if _is_reference(survivors[i].built.candidate)), None)
         plan = replace(
-            self._plan(item.key, survivors[winner].built, checked_on, rejected),
+            untimed_plan(item.key, survivors[winner].built, self.provenance, checked_on, rejected),
             timed=True,
             time_us=timings[winner].median_us,
             spread_us=timings[winner].spread_us,
@@ -332,29 +332,35 @@ class Tuner:
 
         return time_interleaved(runs, device, keep, reject)
 
-    def _plan(
-        self, key: PlanKey, built: BuiltPlan, checked_on: str, rejected: Sequence[tuple[str, str]]
-    ) -> Plan:
-        return Plan(
-            key=key,
-            candidate=built.candidate,
-            workspace_bytes=built.workspace_bytes,
-            timed=False,
-            time_us=None,
-            spread_us=None,
-            torch_time_us=None,
-            error=None,
-            torch_error=None,
-            checked_on=checked_on,
-            sampled=None,
-            candidates_timed=0,
-            rejected=tuple(rejected),
-            behavior_notes=built.behavior_notes,
-            selected_engine=built.selected_engine,
-            blob_sha256=None if built.blob is None else sha256_hex(built.blob),
-            made_at=now_text(),
-            provenance=self.provenance.to_json(),
-        )
+
+def untimed_plan(
+    key: PlanKey,
+    built: BuiltPlan,
+    provenance: Provenance,
+    checked_on: str = "none",
+    rejected: Sequence[tuple[str, str]] = (),
+) -> Plan:
+    """The record of a plan that was built; nothing has been measured of it yet."""
+    return Plan(
+        key=key,
+        candidate=built.candidate,
+        workspace_bytes=built.workspace_bytes,
+        timed=False,
+        time_us=None,
+        spread_us=None,
+        torch_time_us=None,
+        error=None,
+        torch_error=None,
+        checked_on=checked_on,
+        sampled=None,
+        candidates_timed=0,
+        rejected=tuple(rejected),
+        behavior_notes=built.behavior_notes,
+        selected_engine=built.selected_engine,
+        blob_sha256=None if built.blob is None else sha256_hex(built.blob),
+        made_at=now_text(),
+        provenance=provenance.to_json(),
+    )
 
 
 def model_inputs(

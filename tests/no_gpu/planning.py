@@ -14,10 +14,10 @@ from cudnn_fusion import accuracy, devices
 from cudnn_fusion.engines.base import CandidateRejectedError
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.environment import current_provenance, target_compatibility
-from cudnn_fusion.plan import Plan, now_text, sha256_hex
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.preflight import cudnn_version, load_cudnn
 from cudnn_fusion.segment import Operand, Operation, Segment
+from cudnn_fusion.tuner import untimed_plan
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32"}
 OPERANDS = {"bias": "bias", "scale": "scale", "shift": "shift", "add": "residual"}
@@ -107,24 +107,7 @@ def read_back(blob):
 
 
 def publish(directory, segment, sizes, built, description):
-    plan = Plan(
-        key=segment.key(sizes, accuracy.VALIDATION),
-        candidate=built.candidate,
-        workspace_bytes=built.workspace_bytes,
-        timed=False,
-        time_us=None,
-        spread_us=None,
-        torch_time_us=None,
-        error=None,
-        torch_error=None,
-        checked_on="none",
-        sampled=None,
-        candidates_timed=0,
-        behavior_notes=built.behavior_notes,
-        blob_sha256=sha256_hex(built.blob),
-        made_at=now_text(),
-        provenance=current_provenance("cuda").to_json(),
-    )
+    plan = untimed_plan(segment.key(sizes, accuracy.VALIDATION), built, current_provenance("cuda"))
     compatibility = target_compatibility(description, cudnn_version())
     PlanStore(Path(directory)).publish(compatibility, plan, built.blob)
 

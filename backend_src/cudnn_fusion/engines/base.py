@@ -19,6 +19,11 @@ class CandidateRejectedError(Exception):
     """A candidate cannot be built or a plan cannot be loaded; the message is the reason, one line."""
 
 
+def one_line(error: BaseException) -> str:
+    """An error's text on one line, cut to what a table or a log can hold."""
+    return " ".join(str(error).split())[:300]
+
+
 @dataclass(frozen=True)
 class BuiltPlan:
     """A candidate made into a plan. ``candidate`` may say more than the one that was asked for.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes
+from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes, one_line
 from cudnn_fusion.evaluate import pointwise
 from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import ACTIVATIONS, OUTPUT, Operation, Segment, empty, packed_strides
@@ -139,7 +139,7 @@ class CudnnEngine:
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
             if "Deselecting" in str(error):
                 raise CandidateRejectedError("not strict fp32: tensor cores or narrowed inputs") from error
-            raise CandidateRejectedError(f"not built: {_one_line(error)}") from error
+            raise CandidateRejectedError(f"not built: {one_line(error)}") from error
         built = _listed(graph, form, index)
         return BuiltPlan(built, bytes(blob), workspace_bytes, notes, str(graph.selected_engine or ""))
 
@@ -157,7 +157,7 @@ class CudnnEngine:
             graph = cudnn.pygraph(handle=self._handle())
             graph.deserialize(self._handle(), blob)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
-            raise CandidateRejectedError(f"not loaded: {_one_line(error)}") from error
+            raise CandidateRejectedError(f"not loaded: {one_line(error)}") from error
         return CudnnPlan(
             graph=graph,
             engine=self,
@@ -201,7 +201,7 @@ class CudnnEngine:
                 count = min(count, form.plan_limit)
             listed = [_listed(graph, form, index) for index in range(count)]
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
-            raise CandidateRejectedError(f"cuDNN has no plan for {form.name}: {_one_line(error)}") from error
+            raise CandidateRejectedError(f"cuDNN has no plan for {form.name}: {one_line(error)}") from error
         return graph, listed
 
     def _index(self, graph: Any, listed: list[Candidate], candidate: Candidate) -> int:
@@ -350,7 +350,3 @@ def _freeze(sizes: Sizes) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def _last_word(value: Any) -> str:
     return str(value).rsplit(".", maxsplit=1)[-1]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
