@@ -60,7 +60,7 @@ class TritonPythonModel(ServedTritonModel):
             ("run", executor.Executor, "run"),
             ("cut out", instance, "cut_out"),
             ("responses", instance.Instance, "_response"),
-            ("metric", metrics.Metrics, "served"),
+            ("metric", metrics.Metrics, "add"),
         ):
             if everything or part == "run":
                 setattr(owner, name, self._timed(part, getattr(owner, name)))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from cudnn_fusion.plan_cache import PlanCache, worst
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.requests import (
     BadRequestError,
+    Fitting,
     Incoming,
     copy_in,
     cut_out,
@@ -41,6 +42,8 @@ from cudnn_fusion.served_model import LoadReport, ServedModel
 from cudnn_fusion.settings import Settings
 
 _LOG = logging.getLogger(__name__)
+
+_NO_STREAM = contextlib.nullcontext()
 
 LOWERED = "lowered"
 PLANS = "plans"
@@ -112,6 +115,7 @@ class Instance:
     place: Place
     clock: Clock
     report: LoadReport = field(default_factory=LoadReport)
+    _fitting: Fitting = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -183,38 +187,35 @@ class Instance:
         incoming: list[Incoming] = []
         for index, request in enumerate(requests):
             try:
-                incoming.append(parse(index, request, program))
+                incoming.append(parse(index, request, program, self._fitting))
             except BadRequestError as error:
                 responses[index] = _error(pb_utils, str(error), pb_utils.TritonError.INVALID_ARG)
-                metrics.add("errors_total", 1, reason="invalid")
-        counts: Counter[Labels] = Counter()
+                metrics.add("errors_total", 1, (("reason", "invalid"),))
         for together in group(incoming, program.batch_axis):
             for served, result in self._run_apart(together):
                 if isinstance(result, Exception):
                     for request in served:
                         responses[request.index] = _failure(pb_utils, result)
-                    metrics.add("errors_total", len(served), reason="failed")
+                    metrics.add("errors_total", len(served), (("reason", "failed"),))
                     continue
-                counts[result] += len(served)
+                metrics.add("requests_total", len(served), result)
                 for request in served:
                     responses[request.index] = self._response(request, pb_utils)
-        metrics.served(counts)
         return responses
 
-    def _run_apart(
-        self, requests: Sequence[Incoming]
-    ) -> Iterator[tuple[Sequence[Incoming], Labels | Exception]]:
+    def _run_apart(self, requests: Sequence[Incoming]) -> list[tuple[Sequence[Incoming], Labels | Exception]]:
         """Runs a group; where that fails, each of its requests alone: one does not fail the others."""
         try:
-            yield requests, self._run(requests)
+            return [(requests, self._run(requests))]
         except Exception as error:
             _LOG.error("requests of %s failed: %s", requests[0].bucket.name, error)
             if len(requests) == 1:
-                yield requests, error
-                return
+                return [(requests, error)]
+            results = []
             for request in requests:
                 request.outputs = []
-                yield from self._run_apart([request])
+                results += self._run_apart([request])
+            return results
 
     def _run(self, requests: Sequence[Incoming]) -> Labels:
         """Runs a group of requests; gives how it was served."""
@@ -223,20 +224,19 @@ class Instance:
         if axis is not None and len(requests) > 1:
             bucket = bucket.with_size(axis, sum(request.rows(axis) for request in requests))
         choice = model.choose(bucket)
+        if choice.kind == "exact_shape" and len(requests) == 1:
+            axis = None  # The request is the bucket: no rows to lay together or to cut.
         origins: list[str] = []
-        with model.lock, self._stream():
+        stream = model.resources.stream
+        with model.lock, _NO_STREAM if stream is None else torch.cuda.stream(stream):
             for part in choice.parts:
                 executor, _ = model.executor(part.bucket)
                 copy_in(requests, part, axis, executor.inputs)
                 cut_out(requests, part, axis, executor.run(), executor.captured)
                 origins.append(executor.origin)
-            if self.place.device.type == "cuda":
-                torch.cuda.current_stream(self.place.device).synchronize()
+            if stream is not None:
+                stream.synchronize()
         return (("bucket", choice.label), ("choice", choice.kind), ("origin", worst(origins)))
-
-    def _stream(self) -> Any:
-        stream = self.model.resources.stream
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def _response(self, request: Incoming, pb_utils: Any) -> Any:
         # By DLPack: an array of numpy 2 arrives empty on older servers, and BF16 has no numpy type. From the
@@ -264,8 +264,9 @@ class Instance:
         metrics.set("bytes", sum(e.bytes for e in self.model.live), kind="executors")
         metrics.set("preflight_errors", len(self.place.errors))
         # The server times no candidates; it builds one only in a child process, for recipes and heuristics.
-        metrics.add("candidates_total", self.model.cache.loads["planned"], stage="built")
-        metrics.add("candidates_total", 0, stage="timed")
+        metrics.add("candidates_total", self.model.cache.loads["planned"], (("stage", "built"),))
+        metrics.add("candidates_total", 0, (("stage", "timed"),))
+        metrics.flush()
 
     def describe(self) -> str:
         """One line for the log: what is served, in which time it was loaded, what it takes."""

@@ -1,13 +1,13 @@
 """What an instance reports through Triton's metrics endpoint.
 
-Every call to a metric is a round trip between processes, so an execute makes one for each distinct way in
-which its requests were served, mostly one.
+Every call to one of Triton's metrics is a round trip between processes. Counts are therefore gathered while
+requests are served, and a thread passes them on soon after, as one call for each counter.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,29 +15,42 @@ _LOG = logging.getLogger(__name__)
 
 Labels = tuple[tuple[str, str], ...]
 
+FLUSH_S = 0.05
+"""Seconds that counts are gathered before they reach Triton."""
+
+_CLOSE_S = 2.0
+
 
 class Metrics:
-    """Counters and gauges of one instance. With Triton's metrics switched off no method does anything."""
+    """Counters and gauges of one instance. With Triton's metrics switched off no method does anything.
+
+    Gauges are set at once; counters are at most `FLUSH_S` and a round trip behind. ``close`` passes on what
+    is left.
+    """
 
     def __init__(self, pb_utils: Any, model: str, version: str) -> None:
         self._base = {"model": model, "version": version}
         self._metrics: dict[tuple[str, Labels], Any] = {}
-        self._requests: dict[Labels, Any] = {}
         self._families: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+        self._pending: dict[tuple[str, Labels], int] = {}
+        self._wake = threading.Event()
+        self._closing = threading.Event()
         try:
             self._make_families(pb_utils)
         except Exception as error:
             # Creating a family raises when the server runs without metrics; the model serves all the same.
             _LOG.warning("serving without metrics: %s", error)
             self._families = {}
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
 
     def _make_families(self, pb_utils: Any) -> None:
         counter, gauge = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
         descriptions = {
             "requests_total": (counter, "Requests by bucket, choice of bucket and worst origin of a segment"),
-            "rows_total": (counter, "Rows that were run, by kind: asked for, or added as padding"),
             "errors_total": (counter, "Requests that were refused or failed, by reason"),
-            "executors_built_total": (counter, "Executors built while serving"),
             "candidates_total": (counter, "Candidates built or timed by this server, by stage"),
             "segments": (gauge, "Segments of tuned buckets by origin of their plan"),
             "buckets": (gauge, "Buckets by state: tuned, skipped"),
@@ -50,32 +63,52 @@ class Metrics:
                 name=f"cudnn_fusion_{name}", description=description, kind=kind
             )
 
-    def add(self, name: str, value: float, **labels: str) -> None:
+    def add(self, name: str, value: int, labels: Labels = ()) -> None:
         """Adds to a counter."""
-        metric = self._metric(name, labels)
-        if metric is not None:
-            metric.increment(value)
+        key = (name, labels)
+        with self._lock:
+            if not self._pending:
+                self._wake.set()
+            self._pending[key] = self._pending.get(key, 0) + value
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Sets a gauge."""
-        metric = self._metric(name, labels)
+        metric = self._metric(name, tuple(labels.items()))
         if metric is not None:
             metric.set(value)
 
-    def served(self, counts: Counter[Labels]) -> None:
-        """Counts the requests of one execute, by their labels bucket, choice and origin."""
-        for labels, count in counts.items():
-            if labels not in self._requests:
-                self._requests[labels] = self._metric("requests_total", dict(labels))
-            metric = self._requests[labels]
-            if metric is not None:
-                metric.increment(count)
+    def flush(self) -> None:
+        """Passes on what has been gathered."""
+        with self._flushing:
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            for (name, labels), value in pending.items():
+                try:
+                    metric = self._metric(name, labels)
+                    if metric is not None:
+                        metric.increment(value)
+                except Exception as error:
+                    _LOG.warning("metric %s was not counted: %s", name, error)
 
-    def _metric(self, name: str, labels: Mapping[str, str]) -> Any:
+    def close(self) -> None:
+        """Passes on what is left and ends the thread."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            self._closing.wait(FLUSH_S)
+            self.flush()
+
+    def _metric(self, name: str, labels: Labels) -> Any:
         family = self._families.get(name)
         if family is None:
             return None
-        key = (name, tuple(sorted(labels.items())))
+        key = (name, labels)
         if key not in self._metrics:
-            self._metrics[key] = family.Metric(labels={**self._base, **labels})
+            every: Mapping[str, str] = {**self._base, **dict(labels)}
+            self._metrics[key] = family.Metric(labels=every)
         return self._metrics[key]

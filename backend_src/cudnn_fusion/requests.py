@@ -6,7 +6,7 @@ so that it can be read without Triton.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,43 +41,64 @@ class Incoming:
         return 1 if batch_axis is None else self.bucket.size(batch_axis)
 
 
-def parse(index: int, request: Any, program: Program) -> Incoming:
-    """Checks a request against the program. Raises BadRequestError."""
+Fitting = MutableMapping[tuple[object, ...], Bucket]
+"""Sizes along the axes, by type and dims of every input that was found to fit a program."""
+
+REMEMBERED_FITTING = 1024
+
+
+def parse(index: int, request: Any, program: Program, fitting: Fitting | None = None) -> Incoming:
+    """Checks a request against the program. Raises BadRequestError.
+
+    ``fitting`` remembers what fits: most requests have types and dims that were checked before.
+    """
     tensors: list[torch.Tensor] = []
-    sizes: dict[str, int] = {}
     on_gpu = False
     by_name = {tensor.name(): tensor for tensor in request.inputs()}
     for spec in program.inputs:
         given = by_name.get(spec.name)
         if given is None:
             raise BadRequestError(f"input {spec.name!r} is missing; expected {_expected(program)}")
-        on_gpu = on_gpu or not given.is_cpu()
-        tensor = _tensor(given, spec, program)
-        _take_sizes(tensor, spec, program, sizes)
-        tensors.append(tensor)
-    _check_ranges(sizes, program)
-    names = frozenset(request.requested_output_names())
-    return Incoming(index, tensors, Bucket.of(sizes), names, on_gpu)
+        on_cpu = given.is_cpu()
+        on_gpu = on_gpu or not on_cpu
+        tensors.append(_tensor(given, on_cpu, spec))
+    key = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+    bucket = None if fitting is None else fitting.get(key)
+    if bucket is None:
+        bucket = _fitting_sizes(tensors, program)
+        if fitting is not None:
+            if len(fitting) >= REMEMBERED_FITTING:
+                fitting.clear()
+            fitting[key] = bucket
+    return Incoming(index, tensors, bucket, frozenset(request.requested_output_names()), on_gpu)
 
 
-def _tensor(given: Any, spec: TensorSpec, program: Program) -> torch.Tensor:
+def _tensor(given: Any, on_cpu: bool, spec: TensorSpec) -> torch.Tensor:
     try:
         # A GPU tensor's own stream is waited for only if torch gets the object, not a capsule of it. On the
         # CPU there is nothing to wait for, and a capsule is several times as fast.
-        tensor: torch.Tensor = from_dlpack(given.__dlpack__() if given.is_cpu() else given)
+        tensor: torch.Tensor = from_dlpack(given.__dlpack__() if on_cpu else given)
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
         raise BadRequestError(
             f"input {spec.name!r} cannot be read ({error}); expected a contiguous {TRITON_NAMES[spec.dtype]} "
             f"tensor of {describe(spec)}, with at least one element"
         ) from error
-    if tensor.dtype == torch.uint8 and spec.dtype == "bool":
-        tensor = tensor.bool()
-    found = dtype_name(tensor.dtype)
-    if found != spec.dtype:
-        raise BadRequestError(
-            f"input {spec.name!r} has type {TRITON_NAMES.get(found, found)}; expected {_expected(program)}"
-        )
-    return tensor
+    return tensor.bool() if spec.dtype == "bool" and tensor.dtype == torch.uint8 else tensor
+
+
+def _fitting_sizes(tensors: Sequence[torch.Tensor], program: Program) -> Bucket:
+    """Sizes along the program's axes. Raises BadRequestError for a type or dims that do not fit."""
+    sizes: dict[str, int] = {}
+    for tensor, spec in zip(tensors, program.inputs, strict=True):
+        found = dtype_name(tensor.dtype)
+        if found != spec.dtype:
+            raise BadRequestError(
+                f"input {spec.name!r} has type {TRITON_NAMES.get(found, found)}; "
+                f"expected {_expected(program)}"
+            )
+        _take_sizes(tensor, spec, program, sizes)
+    _check_ranges(sizes, program)
+    return Bucket.of(sizes)
 
 
 def _take_sizes(tensor: torch.Tensor, spec: TensorSpec, program: Program, sizes: dict[str, int]) -> None:
@@ -135,7 +156,8 @@ def copy_in(
 ) -> None:
     """Copies the rows of a part, counted over all requests, into an executor's inputs and zeroes the rest.
 
-    The executor's buffers are aligned; a request's tensors may be aligned to 2 bytes only.
+    Without a batch axis the first request is the part. The executor's buffers are aligned; a request's
+    tensors may be aligned to 2 bytes only.
     """
     if batch_axis is None:
         for target, source in zip(inputs, requests[0].tensors, strict=True):

@@ -68,9 +68,11 @@ class TritonPythonModel:
         return self._instance.execute(requests, self._pb_utils, self._metrics)
 
     def finalize(self) -> None:
-        """Stops background planning and frees the executors."""
+        """Stops background planning, frees the executors and passes on the last counts."""
         if hasattr(self, "_instance"):
             self._instance.close()
+        if hasattr(self, "_metrics"):
+            self._metrics.close()
 
 
 def _let_threads_sleep() -> None:

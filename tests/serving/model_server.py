@@ -18,7 +18,7 @@ from repositories import rename
 from tritonclient.utils import np_to_triton_dtype
 
 from cudnn_fusion.triton_server import TritonServer
-from tools.demo.serving_client import Route, requests_by_route
+from tools.demo.serving_client import SETTLE_S, Route, requests_by_route, tell
 
 TIMEOUT_S = 30.0
 """For every request of a test: one that hangs fails."""
@@ -138,18 +138,22 @@ class Model:
         return results
 
     def routes(self) -> Counter[Route]:
-        """How many requests each route has served."""
+        """How many requests each route has served, those answered by now included."""
+        time.sleep(SETTLE_S)
+        return self._routes()
+
+    def _routes(self) -> Counter[Route]:
         return requests_by_route(self.server.triton.metrics(), self.name)
 
     def infer_and_tell(self, arrays: Arrays, protocol: str = "grpc") -> tuple[dict[str, np.ndarray], Route]:
         """The answer, and what served it. No other client of this model may be busy."""
-        before = self.routes()
-        answer = self.infer(arrays, protocol)
-        (route,) = (self.routes() - before).elements()
+        answer, routes = tell(self._routes, lambda: self.infer(arrays, protocol))
+        (route,) = routes.elements()
         return answer, route
 
     def metric(self, name: str, label: str) -> dict[str, float]:
         """Values of ``cudnn_fusion_<name>`` for this model, by the value of one label."""
+        time.sleep(SETTLE_S)
         found = {}
         for line in self.server.triton.metrics().splitlines():
             sample, _, value = line.rpartition(" ")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import np_to_triton_dtype
 
+from cudnn_fusion.metrics import FLUSH_S
 from cudnn_fusion.triton_server import TritonServer
 
 PROTOCOLS = ("grpc", "http")
@@ -25,6 +26,10 @@ PROTOCOLS = ("grpc", "http")
 os.environ.setdefault("no_grpc_proxy", "127.0.0.1,localhost")
 
 Values = npt.NDArray[Any]
+T = TypeVar("T")
+
+SETTLE_S = 4 * FLUSH_S
+"""Seconds after which an answered request is counted."""
 
 _SAMPLE = re.compile(r"^cudnn_fusion_requests_total\{(?P<labels>[^}]*)\} (?P<count>\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -48,6 +53,20 @@ def requests_by_route(metrics: str, model: str) -> Counter[Route]:
             route = Route(labels["bucket"], labels["choice"], labels["origin"])
             counts[route] += int(float(sample["count"]))
     return counts
+
+
+def tell(routes: Callable[[], Counter[Route]], call: Callable[[], T]) -> tuple[T, Counter[Route]]:
+    """What ``call`` gives, and the routes that it added; empty when none are counted within 5 s.
+
+    A model's counts reach the server a moment after the answers: those of earlier requests are waited for.
+    """
+    time.sleep(SETTLE_S)
+    before = routes()
+    result = call()
+    deadline = time.monotonic() + 5.0
+    while not (new := routes() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return result, new
 
 
 class ServingClient:
@@ -86,14 +105,11 @@ class ServingClient:
 
     def infer_and_tell(self, model: str, values: Values, protocol: str) -> tuple[Values, Route | None]:
         """The answer, and what served it; None when the metrics do not tell. No other client may be busy."""
-        before = requests_by_route(self._server.metrics(), model)
-        answer = self.infer(model, values, protocol)
-        deadline = time.monotonic() + 2.0
-        while not (new := requests_by_route(self._server.metrics(), model) - before):
-            if time.monotonic() > deadline:
-                return answer, None
-            time.sleep(0.02)
-        return answer, next(iter(new))
+        answer, routes = tell(
+            lambda: requests_by_route(self._server.metrics(), model),
+            lambda: self.infer(model, values, protocol),
+        )
+        return answer, next(iter(routes), None)
 
     def _names(self, model: str) -> tuple[str, str]:
         """Names of the first input and the first output, asked for once."""
