@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from cudnn_fusion.cpu_threads import let_threads_sleep
+
+let_threads_sleep()
+
+# ruff: noqa: E402
 import torch
 import typer
 from rich import box
@@ -26,12 +31,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     model_directory: Annotated[Path, typer.Argument(help="Directory of an exported model.")],
-    device: Annotated[int, typer.Option(help="GPU to tune on. Without a GPU the CPU is tuned.")] = 0,
+    device: Annotated[
+        int | None, typer.Option(help="GPU to tune on; default: 0, and without a GPU the CPU.")
+    ] = None,
     buckets: Annotated[
         str, typer.Option(help="Batch sizes (1,8,64) or sizes of all axes (batch=8,height=224;...).")
     ] = "",
     samples: Annotated[
-        Path | None, typer.Option(help=".npz with real inputs by name: plans are checked on what layers see.")
+        Path | None,
+        typer.Option(
+            help=".npz with real inputs by name: plans are checked on what layers see; those tuned before "
+            "only with --force."
+        ),
     ] = None,
     target: Annotated[
         str | None,
@@ -43,9 +54,9 @@ def main(
     force: Annotated[bool, typer.Option(help="Tune again what is tuned.")] = False,
 ) -> None:
     """Enumerates, builds, checks and times candidates for every segment and bucket, and publishes winners."""
-    place = torch.device("cuda", device) if torch.cuda.is_available() else torch.device("cpu")
     pretuning: Pretuning | None = None
     try:
+        place = _device(device)
         pretuning = Pretuning.open(model_directory, place, target, staging, force)
         wanted = parse_buckets(buckets, pretuning.program)
         arrays = None if samples is None else load_samples(samples)
@@ -61,6 +72,14 @@ def main(
     if result.tuned < len(result.outcomes):
         _print_failures(result)
         raise typer.Exit(1)
+
+
+def _device(index: int | None) -> torch.device:
+    """Raises PretuneError for a GPU that was asked for and is not there."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index is not None and index >= count:
+        raise PretuneError(f"--device {index}: torch sees {count} GPUs; leave it out to tune the CPU")
+    return torch.device("cuda", index or 0) if count else torch.device("cpu")
 
 
 def _run(pretuning: Pretuning, buckets: list[Bucket], arrays: dict[str, torch.Tensor] | None) -> Result:

@@ -76,7 +76,11 @@ def run_in_foreground(server: TritonServer) -> int:
         started = True
         if received:  # came while the server was being started
             server.send_signal(received[0])
-        return server.wait()
+        while (code := server.wait(timeout_s=1.0)) is None:
+            if received:
+                # Asked to end, as it has been: one that hangs while it shuts down is killed.
+                return server.stop() or 0
+        return code
     finally:
         server.stop()
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cudnn_fusion.cpu_threads import let_threads_sleep
 from cudnn_fusion.settings import Settings, SettingsError
 
 
@@ -41,7 +41,7 @@ class TritonPythonModel:
             settings = Settings.from_parameters(parameters)
         except SettingsError as error:
             raise pb_utils.TritonModelException(f"model {args['model_name']}: {error}") from error
-        _let_threads_sleep()
+        let_threads_sleep()
         import torch
 
         from cudnn_fusion.instance import Clock, Instance, ServingError, instance_device
@@ -73,16 +73,6 @@ class TritonPythonModel:
             self._instance.close()
         if hasattr(self, "_metrics"):
             self._metrics.close()
-
-
-def _let_threads_sleep() -> None:
-    """Limits how long torch's CPU threads spin while they wait for each other. Before torch is imported.
-
-    By default they spin for milliseconds: where another process, or another instance, wants their core, every
-    small convolution then takes 20 ms. What the user has set stays.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _log_to_server(logger: Any) -> None:

@@ -201,9 +201,12 @@ class TritonServer:
         """Sends a signal to the server process alone (its stubs are ended by it)."""
         self._running.send_signal(number)
 
-    def wait(self) -> int:
-        """Waits until the server has ended by itself or by a signal; its exit code, negative for a signal."""
-        return self._running.wait()
+    def wait(self, timeout_s: float) -> int | None:
+        """Waits until the server has ended by itself or by a signal; its exit code, negative for a signal,
+        and None if it still runs after the timeout."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._running.wait(timeout_s)
+        return None
 
     def stop(self) -> int | None:
         """Ends the server and everything it started; its exit code, None if it was never started.

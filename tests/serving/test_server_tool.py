@@ -13,6 +13,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from conftest import eventually
+from model_server import children
 from repositories import ECHO, SourceModel, make_repository, on_cpu, python_model, simple_config
 
 from cudnn_fusion import server_files, shm_regions, triton_server
@@ -210,6 +211,23 @@ def test_a_server_that_ends_at_once_shows_its_words(serve):
 def test_a_repository_that_is_not_there_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere is not a directory.*export\.py"):
         TritonServer(tmp_path / "nowhere")
+
+
+def test_the_tool_kills_a_server_that_hangs_when_asked_to_end(tmp_path, server_environment, server_processes):
+    make_repository(tmp_path / "models", {"echo": ECHO})
+    code = (
+        "from cudnn_fusion.triton_server import TritonServer\nfrom tools.serve import run_in_foreground\n"
+        f"server = TritonServer({str(tmp_path / 'models')!r}, exit_timeout_s=1, inherit_output=True)\n"
+        "raise SystemExit(128 - run_in_foreground(server))"
+    )
+    environment = {**os.environ, **server_environment, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT) as tool:
+        assert eventually(lambda: any("tritonserver" in line for line in server_processes()), timeout_s=30)
+        for child in children(tool.pid):
+            os.kill(int(child), signal.SIGSTOP)
+        tool.send_signal(signal.SIGTERM)
+        assert tool.wait(30) == 128 + signal.SIGKILL
+    assert server_processes() == []
 
 
 # Shared memory
