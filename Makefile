@@ -37,9 +37,11 @@ test-gpu: venv ## Run the tests that need an NVIDIA GPU
 	$(VENV)/bin/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 soak: venv ## Run the tests that draw at random with many more draws
-	CHAIN_SEEDS=200 BIT_FLIPS=3000 LOAD_REQUESTS=20000 $(VENV)/bin/python -m pytest -o timeout=3600 -s \
-		-k "random_chains or flipped_bit or mixed_requests" \
-		tests/unit/test_partition.py tests/unit/test_plan_store.py tests/serving/test_mixed_load.py $(PYTEST_ARGS)
+	CHAIN_SEEDS=200 BIT_FLIPS=3000 LOAD_REQUESTS=20000 LENGTH_REQUESTS=20000 IMAGE_REQUESTS=2000 \
+		$(VENV)/bin/python -m pytest -o timeout=3600 -s \
+		-k "random_chains or flipped_bit or mixed_requests or many_sizes" \
+		tests/unit/test_partition.py tests/unit/test_plan_store.py tests/unit/test_many_sizes.py \
+		tests/serving/test_mixed_load.py $(PYTEST_ARGS)
 
 lint: venv ## Check style and types
 	$(VENV)/bin/ruff check .

@@ -68,6 +68,9 @@ def main(
         kept = "" if pretuning is None else f"; finished plans are kept in {pretuning.tuner.store.root}"
         console.print(f"interrupted{escape(kept)}: run the same command again to go on", highlight=False)
         raise typer.Exit(130) from None
+    finally:
+        if pretuning is not None:
+            pretuning.close()
     _print(result)
     if result.tuned < len(result.outcomes):
         _print_failures(result)

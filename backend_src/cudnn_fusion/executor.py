@@ -15,7 +15,7 @@ from cudnn_fusion.interpreter import Interpreter, Replacement, infer_shapes, rec
 from cudnn_fusion.lowered import Program
 from cudnn_fusion.partition import Partition, SegmentSite
 from cudnn_fusion.plan_cache import Served, worst
-from cudnn_fusion.segment import empty, to_layout
+from cudnn_fusion.segment import empty, per_channel_dims, to_layout
 from cudnn_fusion.shapes import Bucket
 
 WARM_UP_RUNS = 2
@@ -67,25 +67,34 @@ class Resources:
 
 
 def site_sizes(site: SegmentSite, shapes: Mapping[str, tuple[int, ...]], program: Program) -> Sizes:
-    """Dims of a site's operands; per-channel ones are [1,K,1,1] however the program shapes them."""
+    """Dims of a site's operands; per-channel ones are [1,K,1,...] however the program shapes them."""
     sizes: dict[str, tuple[int, ...]] = {}
     for operand in site.segment.operands:
         if operand.role == "weight":
-            weight = program.weights[site.value(operand.name)]
-            sizes[operand.name] = tuple(weight.shape) if operand.name == "w" else (1, weight.numel(), 1, 1)
+            sizes[operand.name] = _weight_dims(site, operand.name, program.weights)
         else:
             sizes[operand.name] = shapes[site.value(operand.name)]
     return sizes
 
 
 def site_weights(site: SegmentSite, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A site's weights by operand name, with the dims that `site_sizes` gives; views, no copies."""
+    """A site's weights by operand name, with the dims that `site_sizes` gives; views, no copies, if they are
+    laid out as the site's operands."""
     bound: dict[str, torch.Tensor] = {}
     for operand in site.segment.inputs:
         if operand.role == "weight":
             weight = weights[site.value(operand.name)]
-            bound[operand.name] = weight if operand.name == "w" else weight.reshape(1, -1, 1, 1)
+            shaped = weight.reshape(_weight_dims(site, operand.name, weights))
+            bound[operand.name] = to_layout(shaped, operand.layout)
     return bound
+
+
+def _weight_dims(site: SegmentSite, name: str, weights: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    """Beside a convolution's weight there are only per-channel ones."""
+    weight = weights[site.value(name)]
+    if name == "w" or not site.segment.operations:
+        return tuple(weight.shape)
+    return per_channel_dims(weight.numel(), weights[site.value("w")].dim())
 
 
 class Executor:
@@ -165,16 +174,16 @@ def input_dims(shape: Sequence[int | str], bucket: Bucket) -> tuple[int, ...]:
 
 def _static_inputs(resources: Resources, bucket: Bucket) -> list[torch.Tensor]:
     """Zeroed input buffers; those that a segment reads lie as it wants them: filling them converts."""
-    read = {
-        site.value(operand.name)
-        for site in resources.partition.sites
+    layouts = {
+        site.value(operand.name): operand.layout
+        for site in reversed(resources.partition.sites)
         for operand in site.segment.inputs
         if operand.role == "input"
     }
     return [
         empty(
             input_dims(spec.shape, bucket),
-            "channels_last" if spec.value in read else "row_major",
+            layouts.get(spec.value, "row_major"),
             getattr(torch, spec.dtype),
             resources.device,
         ).zero_()
@@ -189,33 +198,41 @@ def _storage(tensor: torch.Tensor) -> int:
 def _replacement(
     site: SegmentSite, served: Served, weights: Mapping[str, torch.Tensor], workspace: torch.Tensor
 ) -> Replacement:
-    names = [o.name for o in site.segment.inputs if o.role == "input"]
+    changing = [(o.name, o.layout) for o in site.segment.inputs if o.role == "input"]
     return Replacement(
         covers=site.covers,
-        inputs=tuple(site.value(name) for name in names),
+        inputs=tuple(site.value(name) for name, _ in changing),
         output=site.value("y"),
-        run=_segment_call(names, site_weights(site, weights), served, workspace),
+        run=_segment_call(changing, site_weights(site, weights), served, workspace),
     )
 
 
 def _segment_call(
-    names: Sequence[str], bound: Mapping[str, torch.Tensor], served: Served, workspace: torch.Tensor
+    changing: Sequence[tuple[str, str]],
+    bound: Mapping[str, torch.Tensor],
+    served: Served,
+    workspace: torch.Tensor,
 ) -> Callable[..., torch.Tensor]:
     run = served.ready.run
 
     def call(*values: torch.Tensor) -> torch.Tensor:
         operands = dict(bound)
-        for name, value in zip(names, values, strict=True):
-            operands[name] = to_layout(value, "channels_last")
+        for (name, layout), value in zip(changing, values, strict=True):
+            operands[name] = to_layout(value, layout)
         return run(operands, workspace)
 
     return call
 
 
 def _laid_out(program: Program, partition: Partition, device: torch.device) -> dict[str, torch.Tensor]:
-    """Weights on the device, each once; those of segments' convolutions in channels-last."""
-    convolved = {site.value("w") for site in partition.sites}
+    """Weights on the device, each once, as the first segment that reads it wants it."""
+    layouts = {
+        site.value(operand.name): operand.layout
+        for site in reversed(partition.sites)
+        for operand in site.segment.inputs
+        if operand.role == "weight" and (operand.name == "w" or not site.segment.operations)
+    }
     return {
-        name: to_layout(weight.to(device), "channels_last") if name in convolved else weight.to(device)
+        name: to_layout(weight.to(device), layouts[name]) if name in layouts else weight.to(device)
         for name, weight in program.weights.items()
     }

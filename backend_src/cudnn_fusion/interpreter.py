@@ -92,7 +92,8 @@ _BY_STRIDES = frozenset(
 )
 
 
-def _callable_for(op: str) -> Callable[..., Any]:
+def callable_of(op: str) -> Callable[..., Any]:
+    """What computes an operation here, whatever layout its operands have. Raises ProgramError."""
     function = resolve(op)
     if op in _BY_LOGICAL_ORDER:
         return _BY_LOGICAL_ORDER[op]
@@ -196,7 +197,7 @@ class Interpreter:
         )
 
     def _node(self, node: Node) -> _Step:
-        function = _callable_for(node.op)
+        function = callable_of(node.op)
         kwargs = dict(node.kwargs)
         return _Step(
             node.name,

@@ -9,9 +9,9 @@ import torch
 
 from cudnn_fusion import accuracy
 from cudnn_fusion.engines.base import ReadyPlan, Sizes
-from cudnn_fusion.evaluate import evaluate
+from cudnn_fusion.evaluate import evaluate_segment
 from cudnn_fusion.plan import Errors, SampledOutputs
-from cudnn_fusion.segment import Segment
+from cudnn_fusion.segment import Segment, empty
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -26,16 +26,16 @@ class Judge:
 
     def __init__(self, segment: Segment, sizes: Sizes, layers: Sequence[Tensors], seed: int) -> None:
         self._segment = segment
-        self._out_dims = tuple(sizes["y"])
+        self._sizes = sizes
         device = layers[0]["x"].device
         self._operand_sets = [*layers, accuracy.generated_operands(segment, sizes, seed, device)]
         self._expected = [accuracy.reference(segment, operands) for operands in self._operand_sets]
         self._torch_errors = [
-            accuracy.measure(evaluate(segment.operations, operands), expected)
+            accuracy.measure(evaluate_segment(segment, operands), expected)
             for operands, expected in zip(self._operand_sets, self._expected, strict=True)
         ]
-        self._nan_operands = _with_nan(layers[0])
-        self._nan_expected = evaluate(segment.operations, self._nan_operands)
+        self._nan_operands = _with_nan(layers[0], segment.operand("x").layout)
+        self._nan_expected = evaluate_segment(segment, self._nan_operands)
         self.torch_error = _largest(self._torch_errors)
         self.sampled = SampledOutputs(seed, tuple(accuracy.sample(self._expected[-1], seed).float().tolist()))
 
@@ -55,7 +55,7 @@ class Judge:
 
     def _run(self, ready: ReadyPlan, operands: Tensors) -> torch.Tensor:
         x = operands["x"]
-        out = accuracy.poison(self._out_dims, x.dtype, x.device)
+        out = accuracy.poison(self._segment, self._sizes, x.device)
         workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=x.device)
         result = ready.run(operands, workspace, out)
         if x.device.type == "cuda":
@@ -64,8 +64,9 @@ class Judge:
         return result
 
 
-def _with_nan(operands: Tensors) -> dict[str, torch.Tensor]:
-    x = operands["x"].clone(memory_format=torch.preserve_format)
+def _with_nan(operands: Tensors, layout: str) -> dict[str, torch.Tensor]:
+    x = empty(tuple(operands["x"].shape), layout, operands["x"].dtype, operands["x"].device)
+    x.copy_(operands["x"])
     count = x.numel()
     for position in (0, count // 2, count - 1):
         index = [int(i) for i in torch.unravel_index(torch.tensor(position), x.shape)]

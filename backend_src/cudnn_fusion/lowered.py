@@ -222,7 +222,7 @@ def _encode_program(program: Program) -> dict[str, Any]:
         "outputs": [_encode_spec(spec) for spec in program.outputs],
         "axes": [{"name": a.name, "minimum": a.minimum, "maximum": a.maximum} for a in program.axes],
         "batch_axis": program.batch_axis,
-        "nodes": [_encode_node(node) for node in program.nodes],
+        "nodes": [encode_node(node) for node in program.nodes],
         "weights": {name: _weight_record(weight) for name, weight in program.weights.items()},
         "notes": list(program.notes),
     }
@@ -236,7 +236,8 @@ def _encode_spec(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "value": spec.value}
 
 
-def _encode_node(node: Node) -> dict[str, Any]:
+def encode_node(node: Node) -> dict[str, Any]:
+    """A node as it is written."""
     return {
         "name": node.name,
         "op": node.op,

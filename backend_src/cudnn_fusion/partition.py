@@ -5,11 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from cudnn_fusion.lowered import Node, Program, Ref, dtype_name, node_references
-from cudnn_fusion.passes import conv_arguments
-from cudnn_fusion.segment import ACTIVATIONS, Operand, Operation, Segment
-
-FUSIBLE_DTYPES = ("float32", "float16", "bfloat16")
+from cudnn_fusion.convolutions import (
+    CONVOLUTIONS,
+    TRANSPOSED_CONVOLUTIONS,
+    conv_arguments,
+    output_padding,
+)
+from cudnn_fusion.lowered import Argument, Node, Program, Ref, dtype_name, node_references, references
+from cudnn_fusion.regions import can_be_in_region, find_regions
+from cudnn_fusion.segment import (
+    ACTIVATIONS,
+    CHANNELS_LAST,
+    FLOATING,
+    OUTPUT,
+    PADDED,
+    TRANSPOSED,
+    Attribute,
+    Dims,
+    Operand,
+    Operation,
+    Segment,
+    per_channel_dims,
+)
 
 _ACTIVATIONS = {
     "aten.relu.default": "relu",
@@ -17,7 +34,11 @@ _ACTIVATIONS = {
     "aten.silu.default": "silu",
     "aten.sigmoid.default": "sigmoid",
     "aten.tanh.default": "tanh",
+    "aten.hardswish.default": "hardswish",
+    "aten.hardsigmoid.default": "hardsigmoid",
 }
+_RANKS = CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS
+_BATCHES = {1: "sequences [N, C, L]", 2: "images [N, C, H, W]", 3: "volumes [N, C, D, H, W]"}
 
 
 @dataclass(frozen=True)
@@ -86,14 +107,16 @@ class _Chain:
         return True
 
 
-def partition(program: Program) -> Partition:
-    """Groups greedily from each convolution downwards, in the program's order."""
-    return _Partitioner(program).run()
+def partition(program: Program, with_regions: bool = False) -> Partition:
+    """Groups greedily from each convolution downwards, in the program's order; then, where a device's engines
+    serve regions, what is left."""
+    return _Partitioner(program, with_regions).run()
 
 
 class _Partitioner:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, with_regions: bool) -> None:
         self.program = program
+        self.with_regions = with_regions
         self.nodes = {node.name: node for node in program.nodes}
         self.users: dict[str, list[Node]] = {}
         for node in program.nodes:
@@ -106,7 +129,7 @@ class _Partitioner:
         sites: list[SegmentSite] = []
         reasons: dict[str, str] = {}
         for node in self.program.nodes:
-            if node.op != "aten.conv2d.default" or node.name in self.covered:
+            if node.op not in _RANKS or node.name in self.covered:
                 continue
             refusal = self._refusal(node)
             if refusal:
@@ -115,6 +138,10 @@ class _Partitioner:
             site = self._grow(node)
             self.covered |= site.covers
             sites.append(site)
+        for found in find_regions(self.program, frozenset(self.covered)) if self.with_regions else ():
+            name = dict(found.values)[OUTPUT]
+            sites.append(SegmentSite(name, found.region, found.values, found.covers))
+            self.covered |= found.covers
         left = tuple(
             LeftToTorch(node.name, node.op, reasons.get(node.name) or _why_left(node))
             for node in self.program.nodes
@@ -124,44 +151,39 @@ class _Partitioner:
 
     def _refusal(self, node: Node) -> str | None:
         x, w, bias, *_ = conv_arguments(node)
-        if not (isinstance(x, Ref) and self._dims(x.name) is not None and len(self._dims(x.name) or ()) == 4):
-            return "its input is not a batch of images [N, C, H, W]"
+        rank = _RANKS[node.op]
+        if not (isinstance(x, Ref) and len(self._dims(x.name) or ()) == rank + 2):
+            return f"its input is not a batch of {_BATCHES[rank]}"
         if not (isinstance(w, Ref) and w.name in self.program.weights):
             return "its weight is computed while the model runs"
         if bias is not None and not (isinstance(bias, Ref) and bias.name in self.program.weights):
             return "its bias is computed while the model runs"
-        if node.dtype not in FUSIBLE_DTYPES:
-            return f"its type {node.dtype} is none of {', '.join(FUSIBLE_DTYPES)}"
-        return None
+        if node.dtype not in FLOATING:
+            return f"its type {node.dtype} is none of {', '.join(FLOATING)}"
+        transposed = node.op in TRANSPOSED_CONVOLUTIONS
+        if references(conv_arguments(node)[3:]) or (transposed and references(output_padding(node))):
+            return "its stride or padding follows from a request's sizes"
+        return _transposed_refusal(node) if transposed else None
 
     def _grow(self, conv: Node) -> SegmentSite:
-        x, w, bias, stride, padding, dilation, groups = conv_arguments(conv)
+        x, w, bias, *_ = conv_arguments(conv)
         source = cast(Ref, x).name
-        before = after = cast("tuple[int, ...]", padding)
+        before = after = cast(Dims, conv_arguments(conv)[4])
         covers = {conv.name}
         pad = self.nodes.get(source)
-        zero_pad = _zero_padding(pad) if pad is not None and self._only_user(pad.name) else None
-        if pad is not None and zero_pad is not None:
-            left, right, top, bottom = zero_pad
-            before = (before[0] + top, before[1] + left)
-            after = (after[0] + bottom, after[1] + right)
+        sides = None
+        if pad is not None and conv.op in CONVOLUTIONS and self._only_user(pad.name):
+            sides = _zero_padding(pad, _RANKS[conv.op])
+        if pad is not None and sides is not None:
+            before = tuple(a + b for a, b in zip(before, sides[0], strict=True))
+            after = tuple(a + b for a, b in zip(after, sides[1], strict=True))
             covers.add(pad.name)
             source = cast(Ref, pad.args[0]).name
         dtype = cast(str, conv.dtype)
-        operation = Operation(
-            "conv2d",
-            "w",
-            (
-                ("padding_before", before),
-                ("padding_after", after),
-                ("stride", cast("tuple[int, ...]", stride)),
-                ("dilation", cast("tuple[int, ...]", dilation)),
-                ("groups", cast(int, groups)),
-            ),
-        )
+        layout = PADDED if self._gains_by_padding(conv, source) else CHANNELS_LAST
         chain = _Chain(
-            [operation],
-            [Operand("x", dtype, "channels_last", "input"), Operand("w", dtype, "channels_last", "weight")],
+            [_convolution(conv, before, after)],
+            [Operand("x", dtype, layout, "input"), Operand("w", dtype, layout, "weight")],
             {"x": source, "w": cast(Ref, w).name},
             covers,
             conv,
@@ -179,6 +201,19 @@ class _Partitioner:
             covers=frozenset(chain.covers),
         )
 
+    def _gains_by_padding(self, conv: Node, source: str) -> bool:
+        """Whether the convolution reads an image of three channels that comes with the request.
+
+        Kernels for three channels load one element at a time, those for four load them together; and the
+        request's image is copied into the executor's buffer anyway.
+        """
+        return (
+            conv.op == "aten.conv2d.default"
+            and conv.dtype in ("float16", "bfloat16")
+            and any(spec.value == source and spec.shape[1] == 3 for spec in self.program.inputs)
+            and conv_arguments(conv)[6] == 1
+        )
+
     def _extend(self, chain: _Chain) -> bool:
         """Takes the chain's only user into it if it can."""
         node = self._only_user(chain.end.name)
@@ -193,6 +228,8 @@ class _Partitioner:
         if other is None or node.shape != chain.end.shape:
             return False
         per_channel = self._is_per_channel(other, chain.end)
+        if per_channel and chain.has(*ACTIVATIONS) and self._leads_to_region(node):
+            return False
         if node.op == "aten.mul.Tensor" and per_channel:
             return chain.take_per_channel(node, "scale", other)
         if node.op != "aten.add.Tensor" or not _is_plain_add(node):
@@ -205,6 +242,17 @@ class _Partitioner:
             return True
         return False
 
+    def _leads_to_region(self, node: Node) -> bool:
+        """Whether scales and shifts from ``node`` on end in an operation of a region.
+
+        That region's kernel does them on the way; a convolution with more behind its activation has few and
+        slow plans.
+        """
+        following: Node | None = node
+        while following is not None and following.op in ("aten.mul.Tensor", "aten.add.Tensor"):
+            following = self._only_user(following.name)
+        return self.with_regions and following is not None and can_be_in_region(self.program, following)
+
     def _only_user(self, name: str) -> Node | None:
         users = self.users.get(name, [])
         return users[0] if len(users) == 1 and name not in self.results else None
@@ -213,11 +261,11 @@ class _Partitioner:
         weight = self.program.weights.get(name)
         if weight is None or like.shape is None:
             return False
-        dims = tuple(weight.shape)
-        return (
-            dims in ((1, like.shape[1], 1, 1), (like.shape[1], 1, 1))
-            and dtype_name(weight.dtype) == like.dtype
-        )
+        channels = like.shape[1]
+        if not isinstance(channels, int):
+            return False
+        dims = per_channel_dims(channels, len(like.shape))
+        return tuple(weight.shape) in (dims, dims[1:]) and dtype_name(weight.dtype) == like.dtype
 
     def _dims(self, name: str) -> tuple[int | str, ...] | None:
         if name in self.nodes:
@@ -234,9 +282,33 @@ class _Partitioner:
         return next((spec.dtype for spec in self.program.inputs if spec.value == name), None)
 
 
-def _zero_padding(node: Node | None) -> tuple[int, int, int, int] | None:
-    """(left, right, top, bottom) of a node that pads H and W with zeros and nothing else."""
-    if node is None or node.op not in ("aten.pad.default", "aten.constant_pad_nd.default"):
+def _convolution(conv: Node, before: Dims, after: Dims) -> Operation:
+    _, _, _, stride, _, dilation, groups = conv_arguments(conv)
+    attributes: list[tuple[str, Attribute]] = [
+        ("padding_before", before),
+        ("padding_after", after),
+        ("stride", cast(Dims, stride)),
+        ("dilation", cast(Dims, dilation)),
+        ("groups", cast(int, groups)),
+    ]
+    kind = conv.op.split(".")[1]
+    if kind in TRANSPOSED:
+        attributes.append(("output_padding", cast(Dims, output_padding(conv))))
+    return Operation(kind, "w", tuple(attributes))
+
+
+def _transposed_refusal(node: Node) -> str | None:
+    if node.op.split(".")[1] not in TRANSPOSED:
+        return "cuDNN has no fused plan for a transposed convolution along three axes"
+    stride, more = conv_arguments(node)[3], output_padding(node)
+    if any(m >= s for m, s in zip(cast(Dims, more), cast(Dims, stride), strict=True)):
+        return "no convolution is its transpose: its output padding is not smaller than its stride"
+    return None
+
+
+def _zero_padding(node: Node, rank: int) -> tuple[Dims, Dims] | None:
+    """Zeros before and after each of ``rank`` axes, of a node that pads with those and nothing else."""
+    if node.op not in ("aten.pad.default", "aten.constant_pad_nd.default"):
         return None
     amounts = node.args[1]
     if not isinstance(amounts, tuple) or not all(isinstance(a, int) and a >= 0 for a in amounts):
@@ -244,23 +316,37 @@ def _zero_padding(node: Node | None) -> tuple[int, int, int, int] | None:
     rest = list(node.args[2:]) + [value for _, value in node.kwargs]
     if any(value not in (None, "constant", 0, 0.0) for value in rest):
         return None
-    numbers = cast("tuple[int, ...]", amounts)
-    full = (*numbers, *(0,) * (4 - len(numbers)))
-    if len(numbers) > 4 and any(numbers[4:]):
+    numbers = cast(Dims, amounts)
+    full = (*numbers, *(0,) * (2 * rank - len(numbers)))
+    if any(full[2 * rank :]):
         return None
-    return full[0], full[1], full[2], full[3]
+    # Amounts begin with the last axis.
+    return full[: 2 * rank : 2][::-1], full[1 : 2 * rank : 2][::-1]
 
 
 def _activation(node: Node) -> Operation | None:
     if node.op in _ACTIVATIONS:
         return Operation(_ACTIVATIONS[node.op])
     if node.op == "aten.hardtanh.default":
-        low, high = (*node.args[1:], *(value for _, value in node.kwargs), -1.0, 1.0)[:2]
+        low, high = _settings(node, min_val=-1.0, max_val=1.0)
         return Operation("relu6") if (low, high) == (0, 6) else None
     if node.op == "aten.leaky_relu.default":
-        slope = (*node.args[1:], *(value for _, value in node.kwargs), 0.01)[0]
+        (slope,) = _settings(node, negative_slope=0.01)
         return Operation("leaky_relu", None, (("negative_slope", float(cast(float, slope))),))
+    if node.op == "aten.elu.default":
+        alpha, scale, input_scale = _settings(node, alpha=1.0, scale=1.0, input_scale=1.0)
+        plain = (scale, input_scale) == (1, 1)
+        return Operation("elu", None, (("alpha", float(cast(float, alpha))),)) if plain else None
+    if node.op == "aten.gelu.default":
+        (approximate,) = _settings(node, approximate="none")
+        return Operation("gelu_tanh" if approximate == "tanh" else "gelu")
     return None
+
+
+def _settings(node: Node, **defaults: Argument) -> tuple[Argument, ...]:
+    """An activation's arguments behind its input, in the order of ``defaults``."""
+    given = dict(zip(defaults, node.args[1:], strict=False)) | dict(node.kwargs)
+    return tuple(given.get(name, default) for name, default in defaults.items())
 
 
 def _other_argument(node: Node, name: str) -> str | None:
@@ -281,6 +367,6 @@ def _computes(node: Node) -> bool:
 
 
 def _why_left(node: Node) -> str:
-    if node.op == "aten.conv2d.default":
+    if node.op in _RANKS:
         return "its pattern is not fusible"
     return "no fusible convolution directly before it takes it in"

@@ -10,9 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
+from cudnn_fusion.convolutions import (
+    CONVOLUTIONS,
+    PADDED_BY_NAME,
+    TRANSPOSED_CONVOLUTIONS,
+    conv_arguments,
+    named_convolution,
+    numeric_padding,
+)
 from cudnn_fusion.lowered import (
     Argument,
     Constant,
@@ -26,7 +35,7 @@ from cudnn_fusion.lowered import (
 )
 
 _BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
-_CONV2D = "aten.conv2d.default"
+_FOLDED_INTO = CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS
 _SAME_VALUE = {
     "aten.alias.default",
     "aten.clone.default",
@@ -43,6 +52,7 @@ def optimize(program: Program, originals: Mapping[str, torch.Tensor]) -> Program
     are taken from the program. ProgramError: a weight does not fit the program's data type.
     """
     program = remove_copies(program)
+    program = name_convolutions(program)
     program = write_padding_out(program)
     program = fold_batch_norms(program, originals)
     program = write_batch_norms_out(program, originals)
@@ -84,8 +94,14 @@ def _is_copy(node: Node, dtypes: Mapping[str, str]) -> bool:
     return False
 
 
+def name_convolutions(program: Program) -> Program:
+    """Turns every ``aten.convolution.default`` into the operation for its number of axes."""
+    nodes = [named_convolution(n) if n.op == "aten.convolution.default" else n for n in program.nodes]
+    return _rebuilt(program, nodes, {}, [])
+
+
 def write_padding_out(program: Program) -> Program:
-    """Gives every conv2d its seven arguments with padding in numbers.
+    """Gives every convolution its seven arguments with padding in numbers.
 
     ``same`` that needs one more element after than before becomes a pad node in front. Constant
     ``aten.pad.default`` becomes ``aten.constant_pad_nd.default``.
@@ -102,68 +118,15 @@ def write_padding_out(program: Program) -> Program:
         if node.op == "aten.pad.default" and (len(node.args) < 3 or node.args[2] == "constant"):
             value = node.args[3] if len(node.args) > 3 and node.args[3] is not None else 0.0
             nodes.append(replace(node, op="aten.constant_pad_nd.default", args=(*node.args[:2], value)))
-        elif node.op == "aten.conv2d.padding":
-            made = _numeric_padding(node, shapes, names)
+        elif node.op in PADDED_BY_NAME:
+            made = numeric_padding(node, shapes, names)
             nodes += made
             notes += [f"{node.name}: padding written out as a pad node"] if len(made) > 1 else []
-        elif node.op == _CONV2D:
-            nodes.append(replace(node, args=conv_arguments(node)))
+        elif node.op in CONVOLUTIONS:
+            nodes.append(replace(node, args=conv_arguments(node), kwargs=()))
         else:
             nodes.append(node)
     return _rebuilt(program, nodes, {}, notes)
-
-
-def conv_arguments(node: Node) -> tuple[Argument, ...]:
-    """x, w, bias, stride, padding, dilation, groups of a conv2d, defaults filled in and sizes as pairs."""
-    named = dict(node.kwargs)
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    defaults: tuple[Argument, ...] = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
-    given = [
-        node.args[i] if i < len(node.args) else named.get(name, default)
-        for i, (name, default) in enumerate(zip(names, defaults, strict=True))
-    ]
-    return (*given[:3], *(_pair(value) for value in given[3:6]), given[6])
-
-
-def _pair(value: Argument) -> Argument:
-    if isinstance(value, tuple):
-        return value * 2 if len(value) == 1 else value
-    return (value, value) if isinstance(value, int) else value
-
-
-def _numeric_padding(
-    node: Node, shapes: Mapping[str, tuple[Dim, ...]], names: Callable[[str], str]
-) -> list[Node]:
-    weight = node.args[1]
-    if not isinstance(weight, Ref) or weight.name not in shapes:
-        return [node]
-    x, _, bias, stride, mode, dilation, groups = conv_arguments(node)
-    dilations = dilation if isinstance(dilation, tuple) else (1, 1)
-    kernel = [size for size in shapes[weight.name][2:] if isinstance(size, int)]
-    totals = [int(d) * (k - 1) if mode == "same" else 0 for d, k in zip(dilations, kernel, strict=True)]  # type: ignore[arg-type]
-    before = tuple(total // 2 for total in totals)
-    extra = [total % 2 for total in totals]
-    pads: list[Node] = []
-    if any(extra):
-        # The additional element goes after, in the order of constant_pad_nd: last dimension first.
-        pad = Node(
-            names(f"{node.name}_pad"),
-            "aten.constant_pad_nd.default",
-            (x, (0, extra[1], 0, extra[0]), 0.0),
-            (),
-            _extended(shapes.get(_name_of(x)), extra),
-            node.dtype,
-        )
-        pads, x = [pad], Ref(pad.name)
-    args: tuple[Argument, ...] = (x, weight, bias, stride, before, dilation, groups)
-    return [*pads, replace(node, op=_CONV2D, args=args)]
-
-
-def _extended(shape: tuple[Dim, ...] | None, extra: list[int]) -> tuple[Dim, ...] | None:
-    if shape is None:
-        return None
-    added = zip(shape[-2:], extra, strict=True)
-    return (*shape[:-2], *(dim + more if isinstance(dim, int) else f"{dim} + {more}" for dim, more in added))
 
 
 @dataclass(frozen=True)
@@ -175,7 +138,7 @@ class _ScaleShift:
 
 
 def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) -> Program:
-    """Folds every batch norm that alone reads a conv2d's result into that conv2d's weight and bias."""
+    """Folds every batch norm that alone reads a convolution's result into its weight and bias."""
     nodes = {node.name: node for node in program.nodes}
     uses = _use_counts(program)
     weights = dict(program.weights)
@@ -186,9 +149,9 @@ def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) ->
     notes = []
     for result, norm in _batch_norm_results(program):
         conv = nodes.get(_name_of(norm.args[0]))
-        if conv is None or conv.op != _CONV2D or uses[conv.name] != 1:
+        if conv is None or conv.op not in _FOLDED_INTO or uses[conv.name] != 1:
             continue
-        weight, bias = conv.args[1:3]
+        x, weight, bias, *_ = conv_arguments(conv)
         affine = _scale_shift(norm, program, originals)
         if affine is None or _name_of(weight) not in weights or (bias and _name_of(bias) not in weights):
             continue
@@ -200,7 +163,9 @@ def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) ->
         new_weight, new_bias = names(f"{conv.name}.folded_weight"), names(f"{conv.name}.folded_bias")
         weights |= {new_weight: folded_weight, new_bias: folded_bias}
         changed[conv.name] = replace(
-            conv, args=(conv.args[0], Ref(new_weight), Ref(new_bias), *conv.args[3:])
+            conv,
+            args=(x, Ref(new_weight), Ref(new_bias), *conv.args[3:]),
+            kwargs=tuple(item for item in conv.kwargs if item[0] not in ("input", "weight", "bias")),
         )
         same[result.name] = conv.name
         removed |= {norm.name, result.name}
@@ -213,12 +178,22 @@ def _folded(
     conv: Node, affine: _ScaleShift, program: Program, originals: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and bias of ``conv`` with ``affine`` after it, in the data type of its weight."""
-    weight, bias = (_name_of(argument) for argument in conv.args[1:3])
+    weight, bias = (_name_of(argument) for argument in conv_arguments(conv)[1:3])
     dtype = program.weights[weight].dtype
     full_weight = _full(weight, program, originals)
     full_bias = _full(bias, program, originals) if bias else torch.zeros_like(affine.shift)
-    scale = affine.scale.reshape(-1, *[1] * (full_weight.dim() - 1))
+    scale = _along_weight(affine.scale, full_weight, conv)
     return (full_weight * scale).to(dtype), (full_bias * affine.scale + affine.shift).to(dtype)
+
+
+def _along_weight(scale: torch.Tensor, weight: torch.Tensor, conv: Node) -> torch.Tensor:
+    """A factor for each output channel, shaped to multiply the convolution's weight."""
+    if conv.op not in TRANSPOSED_CONVOLUTIONS:
+        return scale.reshape(-1, *[1] * (weight.dim() - 1))
+    # [C, K/groups, ...]: the rows of one group make that group's output channels.
+    groups = cast(int, conv_arguments(conv)[6])
+    rows = scale.view(groups, 1, -1).expand(groups, weight.shape[0] // groups, -1)
+    return rows.reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
 
 def write_batch_norms_out(program: Program, originals: Mapping[str, torch.Tensor]) -> Program:

@@ -29,6 +29,7 @@ from cudnn_fusion.environment import Compatibility, Provenance, compare
 from cudnn_fusion.plan import Candidate, Plan, PlanKey
 from cudnn_fusion.plan_store import Found, PlanStore
 from cudnn_fusion.planner import PlanRequest, plan_in_child
+from cudnn_fusion.regions import Region
 from cudnn_fusion.segment import Segment
 
 ORIGINS = ("exact", "recipe", "heuristic", "reference")
@@ -111,18 +112,32 @@ class PlanCache:
         for segment, sizes in wanted:
             if self.find(segment, sizes).origin == "reference":
                 request = PlanRequest(segment, dict(sizes), self._recipes(segment, sizes))
-                if "cudnn" in self.engines or _torch_recipe(request) is not None:
+                if "cudnn" in self.engines or self._at_hand(request) is not None:
                     requests[segment.key(sizes, accuracy.VALIDATION)] = request
         return list(requests.values())
 
     def build_missing(self, requests: Sequence[PlanRequest]) -> list[BuiltPlan | str]:
-        """Plans in a child process; touches neither the device nor this cache.
-
-        Where torch won in the other environment there is nothing to plan.
-        """
-        planned = [request for request in requests if _torch_recipe(request) is None]
+        """Plans in a child process; touches neither the device nor this cache."""
+        at_hand = [self._at_hand(request) for request in requests]
+        planned = [request for request, known in zip(requests, at_hand, strict=True) if known is None]
         answers = iter(plan_in_child(planned, self.device) if planned else [])
-        return [_torch_recipe(request) or next(answers) for request in requests]
+        return [known or next(answers) for known in at_hand]
+
+    def _at_hand(self, request: PlanRequest) -> BuiltPlan | None:
+        """What needs no planning: torch, where it won in another environment or nothing else can be planned,
+        and kernels of another environment, which hold no more than machine code for this kind of GPU."""
+        first = request.recipes[0] if request.recipes else None
+        if first is not None and first.engine == "torch":
+            return BuiltPlan(first, None, 0)
+        if not isinstance(request.segment, Region):
+            return None
+        key = request.segment.key(request.sizes, accuracy.VALIDATION)
+        for store in self.stores:
+            for other, plan in store.find_elsewhere(self.compatibility, key):
+                found = store.find(other, key)
+                if isinstance(found, Found) and plan.candidate.engine in self.engines:
+                    return BuiltPlan(plan.candidate, found.blob, plan.workspace_bytes)
+        return BuiltPlan(Candidate("torch", REFERENCE_FORM), None, 0)
 
     def accept(self, request: PlanRequest, answer: BuiltPlan | str) -> None:
         """Loads a planned segment, compares it with the reference and keeps it if it is right."""
@@ -132,7 +147,7 @@ class PlanCache:
         if isinstance(answer, str):
             self._remember(key, self.reference(segment, sizes, f"{reason}; {answer}"))
             return
-        if answer.candidate.engine != "torch":
+        if answer.candidate.engine == "cudnn":
             self.loads["planned"] += 1
         labels = [candidate.label() for candidate in request.recipes]
         origin = "recipe" if answer.candidate.label() in labels else "heuristic"
@@ -234,20 +249,13 @@ class PlanCache:
         return tuple(f"{d.field} {d.stored} -> {d.here}" for d in compare(stored, self.provenance))
 
 
-def _torch_recipe(request: PlanRequest) -> BuiltPlan | None:
-    """The newest recipe, if it is one of torch's forms."""
-    first = request.recipes[0] if request.recipes else None
-    return BuiltPlan(first, None, 0) if first is not None and first.engine == "torch" else None
-
-
 def run_once(
     ready: ReadyPlan, segment: Segment, sizes: Sizes, seed: int, device: torch.device
 ) -> torch.Tensor:
     """A plan's result for generated operands, in a poisoned output, synchronised."""
     operands = accuracy.generated_operands(segment, sizes, seed, device)
     workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=device)
-    dtype = getattr(torch, segment.operands[-1].dtype)
-    out = accuracy.poison(tuple(sizes["y"]), dtype, device)
+    out = accuracy.poison(segment, sizes, device)
     result = ready.run(operands, workspace, out)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from cudnn_fusion import devices, lowered
+from cudnn_fusion.builders import Builders
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.engines.torch_eager import configure
 from cudnn_fusion.environment import current_provenance, target_compatibility
@@ -78,7 +79,9 @@ class Pretuning:
             raise PretuneError(f"{error}; export the model with tools/export.py") from error
         configure(program.precision)
         torch.backends.cudnn.benchmark = True
-        resources = Resources(program, partition(program), torch.device("cpu") if target else device)
+        place_of_weights = torch.device("cpu") if target else device
+        parts = partition(program, with_regions=place_of_weights.type == "cuda")
+        resources = Resources(program, parts, place_of_weights)
         if not resources.partition.sites:
             raise PretuneError(_why_nothing(resources.partition))
         known = [PlanStore(v / PLANS) for v in versions(model_directory)]
@@ -97,8 +100,14 @@ class Pretuning:
             engine = CudnnEngine(torch.device("cuda"), description["properties"])
             engines, compatibility = [], target_compatibility(description, cudnn_version())
         provenance = current_provenance(compatibility.kind)
-        tuner = Tuner(resources, engines, compatibility, provenance, store, known, force)
+        builders = Builders(device) if any(isinstance(e, CudnnEngine) for e in engines) else None
+        tuner = Tuner(resources, engines, compatibility, provenance, store, known, force, builders)
         return cls(version_directory, program, tuner, target, engine)
+
+    def close(self) -> None:
+        """Ends the processes that build."""
+        if self.tuner.builders is not None:
+            self.tuner.builders.close()
 
     def run(
         self, buckets: Sequence[Bucket], samples: Samples | None, on_outcome: Callable[[Outcome], None]

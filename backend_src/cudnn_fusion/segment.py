@@ -1,25 +1,33 @@
 """A segment: a run of operations that one execution plan can serve.
 
 A segment is a chain. It starts with a convolution of ``x`` by ``w``; every further operation takes the
-chain's value and at most one more operand:
+chain's value and at most one more operand. Sizes are those of two spatial axes; with one or three of them
+dims have as many fewer or more: [N,C,L] or [N,C,D,H,W], per-channel operands [1,K,1] or [1,K,1,1,1].
 
-==========  ==========================================================  ==========
-kind        value                                                       operand
-==========  ==========================================================  ==========
-conv2d      cross-correlation of x [N,C,H,W] with w [K,C/groups,R,S]    ``w``
-bias        value + bias                                                [1,K,1,1]
-scale       value * scale                                               [1,K,1,1]
-shift       value + shift                                               [1,K,1,1]
-add         value + residual                                            [N,K,P,Q]
-relu, relu6, leaky_relu, silu, sigmoid, tanh                            none
-==========  ==========================================================  ==========
+================  ==========================================================  ==========
+kind              value                                                       operand
+================  ==========================================================  ==========
+conv1d, conv2d,   cross-correlation of x [N,C,H,W] with w [K,C/groups,R,S]    ``w``
+conv3d
+conv_transpose1d, what a convolution with these attributes and                ``w``
+conv_transpose2d  w [C,K/groups,R,S] gives back as the gradient of its input
+bias              value + bias                                                [1,K,1,1]
+scale             value * scale                                               [1,K,1,1]
+shift             value + shift                                               [1,K,1,1]
+add               value + residual                                            [N,K,P,Q]
+an activation     one of `ACTIVATIONS`; ``leaky_relu`` has the attribute      none
+                  ``negative_slope``, ``elu`` has ``alpha``; ``gelu`` is
+                  exact, ``gelu_tanh`` its approximation
+================  ==========================================================  ==========
 
-Dimensions are logical (N, C, H, W); ``layout`` says how they lie in memory.
+Dimensions are logical (N, C, then the spatial axes); ``layout`` says how they lie in memory.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +39,26 @@ from cudnn_fusion.plan import PlanKey, canonical_json
 Attribute = int | float | tuple[int, ...]
 Dims = tuple[int, ...]
 
-ACTIVATIONS = ("relu", "relu6", "leaky_relu", "silu", "sigmoid", "tanh")
+ACTIVATIONS = (
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "silu",
+    "sigmoid",
+    "tanh",
+    "elu",
+    "gelu",
+    "gelu_tanh",
+    "hardswish",
+    "hardsigmoid",
+)
+TRANSPOSED = ("conv_transpose1d", "conv_transpose2d")
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", *TRANSPOSED)
 OUTPUT = "y"
+CHANNELS_LAST = "channels_last"
+PADDED = "channels_last_padded"
+FLOATING = ("float32", "float16", "bfloat16")
+"""Types of values that a segment may have."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +127,13 @@ class Segment:
         x, w = sizes["x"], sizes["w"]
         before, after = conv.attribute("padding_before"), conv.attribute("padding_after")
         stride, dilation = conv.attribute("stride"), conv.attribute("dilation")
-        spatial = tuple(
-            (x[2 + i] + before[i] + after[i] - dilation[i] * (w[2 + i] - 1) - 1) // stride[i] + 1
-            for i in range(2)
-        )
-        return (x[0], w[0], *spatial)
+        # What the kernel reaches beyond its first element, less the padding.
+        reach = [d * (r - 1) - b - a for d, r, b, a in zip(dilation, w[2:], before, after, strict=True)]
+        if conv.kind in TRANSPOSED:
+            more = conv.attribute("output_padding")
+            spatial = [(x[2 + i] - 1) * stride[i] + reach[i] + more[i] + 1 for i in range(len(stride))]
+            return (x[0], w[1] * conv.attribute("groups"), *spatial)
+        return (x[0], w[0], *((x[2 + i] - reach[i] - 1) // stride[i] + 1 for i in range(len(stride))))
 
     def key(self, sizes: Mapping[str, Dims], validation: str) -> PlanKey:
         """The key of a plan for these sizes of every operand, ``y`` included."""
@@ -119,19 +147,55 @@ class Segment:
         )
 
 
+def per_channel_dims(channels: int, rank: int) -> Dims:
+    """Dims [1, K, 1, ...] of a per-channel operand beside values of ``rank`` dimensions."""
+    return (1, channels, *(1,) * (rank - 2))
+
+
+def image_dims(dims: Dims) -> Dims:
+    """[N, C, L] as the image of height 1 that it is, [N, C, 1, L], in the same memory; others as they are.
+
+    Libraries that know no 1-D convolution take it so: see `image_operation`.
+    """
+    return (*dims[:2], 1, dims[2]) if len(dims) == 3 else dims
+
+
+@functools.lru_cache(maxsize=1024)
+def image_operation(operation: Operation) -> Operation:
+    """The 2-D convolution that a 1-D one is on `image_dims`; other operations as they are."""
+    if not operation.kind.endswith("1d"):
+        return operation
+    height = {"padding_before": 0, "padding_after": 0, "output_padding": 0, "stride": 1, "dilation": 1}
+    attributes = tuple(
+        (name, (height[name], *value) if isinstance(value, tuple) else value)
+        for name, value in operation.attributes
+    )
+    return Operation(operation.kind.replace("1d", "2d"), operation.operand, attributes)
+
+
+def padded_dims(dims: Dims, layout: str) -> Dims:
+    """Dims with the channels that a padded layout adds, [N, 4, H, W] for [N, 3, H, W]; else as they are."""
+    n, c, *spatial = dims
+    return (n, -(-c // 4) * 4, *spatial) if layout == PADDED else dims
+
+
+@functools.lru_cache(maxsize=4096)
 def packed_strides(dims: Dims, layout: str) -> Dims:
-    """Strides in elements of a packed tensor.
+    """Strides in elements of a packed tensor; ``channels_last`` is N, then the spatial axes, then C;
+    ``channels_last_padded`` the same with zeros up to a multiple of four channels.
 
     They follow from dims and layout alone, so an axis of size 1, whose stride a tensor may state in any way,
-    has one canonical stride. Raises ValueError for an unknown layout or channels-last that is not 4-D.
+    has one canonical stride. Raises ValueError for an unknown layout or channels-last of other than one to
+    three spatial axes.
     """
-    if layout == "channels_last":
-        if len(dims) != 4:
-            raise ValueError(f"channels_last needs 4 dimensions (N, C, H, W), got {dims}")
-        _, c, h, w = dims
-        return (c * h * w, 1, c * w, c)
+    if layout in (CHANNELS_LAST, PADDED):
+        if not 3 <= len(dims) <= 5:
+            raise ValueError(f"{layout} needs 3 to 5 dimensions (N, C, 1 to 3 spatial axes), got {dims}")
+        n, c, *spatial = padded_dims(dims, layout)
+        batch, *inner = packed_strides((n, *spatial, c), "row_major")
+        return (batch, 1, *inner[:-1])
     if layout != "row_major":
-        raise ValueError(f"unknown layout {layout!r}; expected channels_last or row_major")
+        raise ValueError(f"unknown layout {layout!r}; expected {CHANNELS_LAST}, {PADDED} or row_major")
     strides: list[int] = []
     step = 1
     for size in reversed(dims):
@@ -159,5 +223,13 @@ def to_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def empty(dims: Dims, layout: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised packed tensor; allocated in its final layout, without any copy kernel."""
+    """An uninitialised packed tensor; allocated in its final layout, without any copy kernel.
+
+    What lies between the elements of a padded one is zero.
+    """
+    if layout == PADDED:
+        whole = padded_dims(dims, layout)
+        return torch.zeros(math.prod(whole), dtype=dtype, device=device).as_strided(
+            dims, packed_strides(dims, layout)
+        )
     return torch.empty_strided(dims, packed_strides(dims, layout), dtype=dtype, device=device)

@@ -53,7 +53,9 @@ class ServedModel:
         self.cache = cache
         self.settings = settings
         self.lock = threading.RLock()
-        self.resources = Resources(program, partition(program), cache.device)
+        self.resources = Resources(
+            program, partition(program, with_regions=cache.device.type == "cuda"), cache.device
+        )
         self._stores = tuple(stores)
         self._executors: OrderedDict[Bucket, Executor] = OrderedDict()
         self._tuned: set[Bucket] = set()

@@ -15,6 +15,7 @@ FIRST_ROUNDS = 3
 FINAL_ROUNDS = 15
 CPU_FINAL_ROUNDS = 7
 FINALISTS = 8
+FIRST_RUNS_PER_GRAPH = 5
 RUNS_PER_GRAPH = 20
 
 
@@ -36,15 +37,17 @@ def time_interleaved(
     device: torch.device,
     keep: Sequence[int] = (),
     on_failure: Callable[[int, Exception], None] | None = None,
+    accept: Callable[[int], bool] = lambda index: True,
 ) -> dict[int, Timing]:
     """Times every run in turn, round by round, so that a change of clocks or load meets all alike.
 
-    After a few rounds only the fastest go on, and those whose index is in ``keep``. Returns the timing of all
+    After a few rounds only the fastest go on, and those whose index is in ``keep``; of them those that
+    ``accept`` refuses are left out, and the next fastest take their places. Returns the timing of all others
     by index; of those that left early, what was measured until then. On a GPU a run is a CUDA-graph replay of
-    `RUNS_PER_GRAPH` calls between events. A run that raises (one that cannot be captured does) is left out
-    and told to ``on_failure``; without that, raises.
+    some calls between events, in the end `RUNS_PER_GRAPH`. A run that raises (one that cannot be captured
+    does) is left out and told to ``on_failure``; without that, raises.
     """
-    race = _Race(device, on_failure)
+    race = _Race(device, on_failure, accept)
     for index, run in enumerate(runs):
         race.enter(index, run)
     race.rounds(list(race.samples), FIRST_ROUNDS)
@@ -55,21 +58,25 @@ def time_interleaved(
 class _Race:
     """Runs that are timed against each other. ``samples`` holds microseconds of those still in it."""
 
-    def __init__(self, device: torch.device, on_failure: Callable[[int, Exception], None] | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        on_failure: Callable[[int, Exception], None] | None,
+        accept: Callable[[int], bool],
+    ) -> None:
         self.samples: dict[int, list[float]] = {}
+        self._runs: dict[int, Run] = {}
         self._measures: dict[int, Callable[[], float]] = {}
+        self._accepted: set[int] = set()
         self._device = device
         self._on_failure = on_failure
+        self._accept = accept
 
     def enter(self, index: int, run: Run) -> None:
         """Prepares a run, which runs it."""
-        try:
-            self._measures[index] = (
-                _measure_cuda(run, self._device) if self._device.type == "cuda" else _measure_cpu(run)
-            )
-            self.samples[index] = []
-        except (RuntimeError, ValueError, TypeError) as failure:
-            self._leave(index, failure)
+        self._runs[index] = run
+        self.samples[index] = []
+        self._prepare(index, FIRST_RUNS_PER_GRAPH)
 
     def rounds(self, which: Sequence[int], count: int) -> None:
         """Measures each of ``which`` once a round."""
@@ -91,15 +98,39 @@ class _Race:
             finalists = self._fastest(keep)
             for index in finalists:
                 self.samples[index].clear()
+                if self._device.type == "cuda":
+                    self._prepare(index, RUNS_PER_GRAPH)
             self.rounds(finalists, count)
             if all(index in self.samples for index in finalists):
                 return finalists
 
+    def _prepare(self, index: int, calls: int) -> None:
+        run = self._runs[index]
+        try:
+            self._measures[index] = (
+                _measure_cuda(run, self._device, calls) if self._device.type == "cuda" else _measure_cpu(run)
+            )
+        except (RuntimeError, ValueError, TypeError) as failure:
+            self._leave(index, failure)
+
     def _fastest(self, keep: Sequence[int]) -> list[int]:
-        ranked = sorted(self.samples, key=lambda index: min(self.samples[index]))
-        best = min(self.samples[ranked[0]]) if ranked else 0.0
-        fastest = [i for i in ranked[:FINALISTS] if min(self.samples[i]) <= 1.5 * best]
-        return fastest + [i for i in keep if i in self.samples and i not in fastest]
+        """Accepted ones: those of ``keep``, and up to `FINALISTS` near the fastest."""
+        fastest: list[int] = []
+        for index in sorted(self.samples, key=lambda index: min(self.samples[index])):
+            close = not fastest or min(self.samples[index]) <= 1.5 * min(self.samples[fastest[0]])
+            if len(fastest) == FINALISTS or not close:
+                break
+            if self._is_accepted(index):
+                fastest.append(index)
+        return fastest + [i for i in keep if i not in fastest and i in self.samples and self._is_accepted(i)]
+
+    def _is_accepted(self, index: int) -> bool:
+        if index not in self._accepted:
+            if not self._accept(index):
+                del self.samples[index]
+                return False
+            self._accepted.add(index)
+        return True
 
     def _leave(self, index: int, failure: Exception) -> None:
         if self._on_failure is None:
@@ -124,8 +155,8 @@ def _measure_cpu(run: Run) -> Callable[[], float]:
     return measure
 
 
-def _measure_cuda(run: Run, device: torch.device) -> Callable[[], float]:
-    graph = capture(run, device, RUNS_PER_GRAPH)
+def _measure_cuda(run: Run, device: torch.device, calls: int) -> Callable[[], float]:
+    graph = capture(run, device, calls)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def measure() -> float:
@@ -133,7 +164,7 @@ def _measure_cuda(run: Run, device: torch.device) -> Callable[[], float]:
         graph.replay()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / RUNS_PER_GRAPH
+        return float(start.elapsed_time(end)) * 1e3 / calls
 
     measure()
     return measure
@@ -143,11 +174,15 @@ def capture(run: Run, device: torch.device, calls: int) -> torch.cuda.CUDAGraph:
     """A CUDA graph of ``calls`` calls, after a warm-up call."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            run()
+        stream.synchronize()
+        # Not torch.cuda.graph: it collects garbage each time, which takes ten times as long as the capture.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(calls):
+                run()
+        finally:
+            graph.capture_end()
     return graph

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cudnn_fusion import accuracy
+from cudnn_fusion.builders import Builders, build_all
 from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Engine, ReadyPlan, Sizes
+from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM
 from cudnn_fusion.environment import Compatibility, Provenance
 from cudnn_fusion.executor import Executor, Resources, input_dims, site_weights
@@ -22,7 +24,7 @@ from cudnn_fusion.plan_cache import PlanCache
 from cudnn_fusion.plan_store import Found, PlanStore
 from cudnn_fusion.segment import Segment, to_layout
 from cudnn_fusion.shapes import Bucket
-from cudnn_fusion.timing import Timing, time_interleaved
+from cudnn_fusion.timing import FINALISTS, Timing, time_interleaved
 
 Samples = Mapping[str, torch.Tensor]
 
@@ -51,19 +53,19 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Checked:
-    """A candidate that has passed every check."""
+class _Loaded:
+    """A candidate that was built, as it would be served."""
 
     built: BuiltPlan
     ready: ReadyPlan
-    error: Errors
 
 
 @dataclass
 class Tuner:
     """Tunes a program's segments on one device and publishes each winner to ``store`` at once.
 
-    ``known`` are stores to take finished plans from: the model's own and its sibling versions'.
+    ``builders`` build cuDNN's candidates beside this process; without them it builds its own. ``known`` are
+    stores to take finished plans from: the model's own and its sibling versions'.
     ``on_outcome`` is called after each key.
     """
 
@@ -74,6 +76,7 @@ class Tuner:
     store: PlanStore
     known: Sequence[PlanStore] = ()
     force: bool = False
+    builders: Builders | None = None
     on_outcome: Callable[[Outcome], None] = field(default=lambda outcome: None)
     built_candidates: int = 0
     timed_candidates: int = 0
@@ -105,6 +108,8 @@ class Tuner:
             else:
                 if values is None:
                     missing = [w for w in work if w.key not in known]
+                    if self.builders is not None:
+                        self.builders.start([(w.segment, w.sizes) for w in missing])
                     values = self._activations(bucket, samples, seed, missing)
                 outcome = self._tune_one(bucket, item, values, "samples" if samples else "generated")
             outcomes.append(outcome)
@@ -175,14 +180,20 @@ class Tuner:
             plan = found.plan
             engine = self._engine(plan.candidate.engine)
             built = BuiltPlan(plan.candidate, found.blob, plan.workspace_bytes)
-            checked = None if engine is None else self._run_checks(engine, item, built, judge)
-            if isinstance(checked, _Checked):
-                plan = replace(
-                    plan, error=checked.error, torch_error=judge.torch_error, checked_on=checked_on
-                )
+            error = None if engine is None else self._recheck_one(engine, item, built, judge)
+            if error is not None:
+                plan = replace(plan, error=error, torch_error=judge.torch_error, checked_on=checked_on)
                 self.store.publish(self.compatibility, plan, found.blob)
                 return Outcome(bucket, item, plan, reused=True)
         return None
+
+    def _recheck_one(self, engine: Engine, item: Work, built: BuiltPlan, judge: Judge) -> Errors | None:
+        try:
+            ready = engine.load(item.segment, item.sizes, built.candidate, built.blob, built.workspace_bytes)
+        except _FAILURES:
+            return None
+        error = self._check(ready, judge)
+        return None if isinstance(error, str) else error
 
     def _record(self, bucket: Bucket, outcomes: Sequence[Outcome], timed: bool) -> None:
         """Records the bucket if every key has a plan; as it was before when nothing is new about it."""
@@ -253,7 +264,7 @@ class Tuner:
                 seen[name] = value
 
         Interpreter(resources.program, resources.weights, resources.device).run(inputs, observe)
-        return {name: to_layout(seen[name], "channels_last") for name in wanted}
+        return {name: seen[name] for name in wanted}
 
     def _tune_one(self, bucket: Bucket, item: Work, values: Tensors, checked_on: str) -> Outcome:
         rejected: list[tuple[str, str]] = []
@@ -262,75 +273,103 @@ class Tuner:
         rechecked = self._recheck(bucket, item, judge, checked_on)
         if rechecked is not None:
             return rechecked
-        survivors: list[_Checked] = []
-        for engine in self.engines:
-            for candidate in engine.candidates(item.segment, item.sizes):
-                checked = self._check(engine, item, candidate, judge)
-                if isinstance(checked, str):
-                    rejected.append((candidate.label(), checked))
-                else:
-                    survivors.append(checked)
-        if not survivors:
+        loaded = self._loaded(item, rejected)
+        checked: dict[int, Errors] = {}
+
+        def accept(index: int) -> bool:
+            verdict = self._check(loaded[index].ready, judge)
+            if isinstance(verdict, str):
+                rejected.append((loaded[index].built.candidate.label(), verdict))
+                return False
+            checked[index] = verdict
+            return True
+
+        timings = self._time(loaded, operand_sets[0], rejected, accept)
+        finals = {index: timing for index, timing in timings.items() if timing.final}
+        if not finals:
             reasons = rejected or [pair for engine in self.engines for pair in _no_candidates(engine)]
             return Outcome(bucket, item, None, reused=False, reasons=tuple(reasons))
-        timings = self._time(survivors, operand_sets[0], rejected)
-        if not timings:
-            return Outcome(bucket, item, None, reused=False, reasons=tuple(rejected))
-        winner = min(timings, key=lambda index: (not timings[index].final, timings[index].median_us))
-        torch_index = next((i for i in timings if _is_reference(survivors[i].built.candidate)), None)
+        winner = min(finals, key=lambda index: finals[index].median_us)
+        torch_index = next((i for i in finals if _is_reference(loaded[i].built.candidate)), None)
         plan = replace(
-            untimed_plan(item.key, survivors[winner].built, self.provenance, checked_on, rejected),
+            untimed_plan(item.key, loaded[winner].built, self.provenance, checked_on, rejected),
             timed=True,
-            time_us=timings[winner].median_us,
-            spread_us=timings[winner].spread_us,
-            torch_time_us=None if torch_index is None else timings[torch_index].median_us,
-            error=survivors[winner].error,
+            time_us=finals[winner].median_us,
+            spread_us=finals[winner].spread_us,
+            torch_time_us=None if torch_index is None else finals[torch_index].median_us,
+            error=checked[winner],
             torch_error=judge.torch_error,
             sampled=judge.sampled,
             candidates_timed=len(timings),
         )
-        self.store.publish(self.compatibility, plan, survivors[winner].built.blob)
+        self.store.publish(self.compatibility, plan, loaded[winner].built.blob)
         return Outcome(bucket, item, plan, reused=False)
+
+    def _loaded(self, item: Work, rejected: list[tuple[str, str]]) -> list[_Loaded]:
+        """Every candidate of every engine that can be built and loaded; the others go to ``rejected``."""
+        loaded: list[_Loaded] = []
+        for engine in self.engines:
+            for label, built in self._built(engine, item):
+                self.built_candidates += 1
+                try:
+                    if isinstance(built, str):
+                        raise CandidateRejectedError(built)
+                    ready = engine.load(
+                        item.segment, item.sizes, built.candidate, built.blob, built.workspace_bytes
+                    )
+                except _FAILURES as failure:
+                    rejected.append((label, _reason(failure, "does not load")))
+                    continue
+                loaded.append(_Loaded(built, ready))
+        return loaded
+
+    def _built(self, engine: Engine, item: Work) -> Iterable[tuple[str, BuiltPlan | str]]:
+        """Labels of candidates with what was built of them, or why nothing was."""
+        if isinstance(engine, CudnnEngine) and self.builders is not None:
+            return self.builders.built(item.segment, item.sizes)
+        return build_all(engine, item.segment, item.sizes)
 
     def _operands(self, site: SegmentSite, values: Tensors) -> dict[str, torch.Tensor]:
         operands = site_weights(site, self.resources.weights)
         for operand in site.segment.inputs:
             if operand.role == "input":
-                operands[operand.name] = values[site.value(operand.name)]
+                operands[operand.name] = to_layout(values[site.value(operand.name)], operand.layout)
         return operands
 
-    def _check(self, engine: Engine, item: Work, candidate: Candidate, judge: Judge) -> _Checked | str:
-        self.built_candidates += 1
+    def _check(self, ready: ReadyPlan, judge: Judge) -> Errors | str:
         try:
-            built = engine.build(item.segment, item.sizes, candidate)
-        except _FAILURES as failure:
-            return _reason(failure, "is not built")
-        return self._run_checks(engine, item, built, judge)
-
-    def _run_checks(self, engine: Engine, item: Work, built: BuiltPlan, judge: Judge) -> _Checked | str:
-        try:
-            ready = engine.load(item.segment, item.sizes, built.candidate, built.blob, built.workspace_bytes)
-            error = judge.check(ready)
+            return judge.check(ready)
         except _FAILURES as failure:
             return _reason(failure, "does not run")
-        return error if isinstance(error, str) else _Checked(built, ready, error)
 
     def _time(
-        self, survivors: Sequence[_Checked], operands: Tensors, rejected: list[tuple[str, str]]
+        self,
+        loaded: Sequence[_Loaded],
+        operands: Tensors,
+        rejected: list[tuple[str, str]],
+        accept: Callable[[int], bool],
     ) -> dict[int, Timing]:
-        """Times of the survivors by index; those that fail meanwhile are added to ``rejected``."""
+        """Times of the candidates by index; those that fail meanwhile are added to ``rejected``.
+
+        Where there are few, all are checked before they are timed; of many only the fastest are checked.
+        """
+        few = len(loaded) <= FINALISTS
+        entered = [index for index in range(len(loaded)) if not few or accept(index)]
+        if not entered:
+            return {}
         device = self.resources.device
-        workspace_bytes = max(s.ready.workspace_bytes for s in survivors)
+        workspace_bytes = max(loaded[index].ready.workspace_bytes for index in entered)
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-        keep = [i for i, s in enumerate(survivors) if _is_reference(s.built.candidate)]
-        runs = [_timed_run(s.ready, operands, workspace) for s in survivors]
+        keep = [n for n, index in enumerate(entered) if _is_reference(loaded[index].built.candidate)]
+        runs = [_timed_run(loaded[index].ready, operands, workspace) for index in entered]
         self.timed_candidates += len(runs)
 
-        def reject(index: int, failure: Exception) -> None:
-            reason = _reason(failure, "fails when run again and again")
-            rejected.append((survivors[index].built.candidate.label(), reason))
+        def reject(number: int, failure: Exception) -> None:
+            label = loaded[entered[number]].built.candidate.label()
+            rejected.append((label, _reason(failure, "fails when run again and again")))
 
-        return time_interleaved(runs, device, keep, reject)
+        timings = time_interleaved(runs, device, keep, reject, lambda number: few or accept(entered[number]))
+        return {entered[number]: timing for number, timing in timings.items()}
 
 
 def untimed_plan(

@@ -16,7 +16,7 @@ from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.environment import current_provenance, target_compatibility
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.preflight import cudnn_version, load_cudnn
-from cudnn_fusion.segment import Operand, Operation, Segment
+from cudnn_fusion.segment import TRANSPOSED, Operand, Operation, Segment, per_channel_dims
 from cudnn_fusion.tuner import untimed_plan
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32"}
@@ -27,31 +27,32 @@ def segment_of(case):
     """A segment and its sizes; 8x64x56x56 by 64 3x3 kernels in fp16 unless the case says otherwise."""
     precision = case.get("precision", "fp16")
     dtype = DTYPES[precision]
-    before, after = case.get("before", [1, 1]), case.get("after", [1, 1])
     groups = case.get("groups", 1)
-    n, c, h, w = case.get("x", [8, 64, 56, 56])
-    k, r, s = case.get("w", [64, 3, 3])
-    convolution = Operation(
-        "conv2d",
-        "w",
-        (
-            ("padding_before", tuple(before)),
-            ("padding_after", tuple(after)),
-            ("stride", tuple(case.get("stride", [1, 1]))),
-            ("dilation", tuple(case.get("dilation", [1, 1]))),
-            ("groups", groups),
-        ),
-    )
-    operations = [convolution]
+    x = tuple(case.get("x", [8, 64, 56, 56]))
+    k, *kernel = case.get("w", [64, 3, 3])
+    ones = [1] * len(kernel)
+    kind = case.get("kind", f"conv{len(kernel)}d")
+    transposed = kind in TRANSPOSED
+    attributes = [
+        ("padding_before", tuple(case.get("before", ones))),
+        ("padding_after", tuple(case.get("after", ones))),
+        ("stride", tuple(case.get("stride", ones))),
+        ("dilation", tuple(case.get("dilation", ones))),
+        ("groups", groups),
+    ]
+    if transposed:
+        attributes.append(("output_padding", tuple(case.get("output_padding", [0] * len(kernel)))))
+    operations = [Operation(kind, "w", tuple(attributes))]
     operands = [Operand("x", dtype, "channels_last", "input"), Operand("w", dtype, "channels_last", "weight")]
-    sizes = {"x": (n, c, h, w), "w": (k, case.get("w_channels", c // groups), r, s)}
+    channels = (x[1], k // groups) if transposed else (k, case.get("w_channels", x[1] // groups))
+    sizes = {"x": x, "w": (*channels, *kernel)}
     for kind in case["tail"]:
-        slope = (("negative_slope", 0.1),) if kind == "leaky_relu" else ()
-        operations.append(Operation(kind, OPERANDS.get(kind), slope))
+        attribute = {"leaky_relu": (("negative_slope", 0.1),), "elu": (("alpha", case.get("alpha", 1.0)),)}
+        operations.append(Operation(kind, OPERANDS.get(kind), attribute.get(kind, ())))
         if kind in OPERANDS:
             role = "input" if kind == "add" else "weight"
             operands.append(Operand(OPERANDS[kind], dtype, "channels_last", role))
-            sizes[OPERANDS[kind]] = (1, k, 1, 1)
+            sizes[OPERANDS[kind]] = per_channel_dims(k, len(x))
     operands.append(Operand("y", dtype, "channels_last", "output"))
     segment = Segment(tuple(operations), tuple(operands), precision)
     sizes["y"] = segment.output_dims(sizes)

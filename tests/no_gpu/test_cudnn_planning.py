@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import planning
 import pytest
+from planning import segment_of
 
 from cudnn_fusion import accuracy, devices
 from cudnn_fusion.engines.cudnn_graph import PLANS_PER_FORM
@@ -86,7 +87,37 @@ def test_a_damaged_blob_is_a_miss(stored, tmp_path):
     assert isinstance(PlanStore(store.root).find(here(), key), Found)
 
 
+LINE = {"x": [8, 64, 1500], "w": [64, 3], "before": [1], "after": [1]}
+VOLUME = {"x": [2, 32, 16, 28, 28], "w": [32, 3, 3, 3]}
+LARGE_KERNEL = {"x": [8, 96, 56, 56], "w": [96, 7, 7], "before": [3, 3], "after": [3, 3], "groups": 96}
+UP = {"kind": "conv_transpose2d", "x": [8, 64, 28, 28], "w": [32, 4, 4], "stride": [2, 2]}
+
 CASES = {
+    "line": {"tail": ["bias", "gelu"], **LINE},
+    "line in fp32": {"tail": ["bias", "relu"], "precision": "fp32", **LINE},
+    "line with a residual": {"tail": ["bias", "add", "gelu_tanh"], **LINE},
+    "line, depthwise": {"tail": ["bias", "silu"], **LINE, "groups": 64},
+    "volume": {"tail": ["bias", "relu"], **VOLUME},
+    "volume in bf16": {"tail": ["bias", "gelu"], "precision": "bf16", **VOLUME},
+    "large depthwise kernel": {"tail": ["bias"], **LARGE_KERNEL},
+    "two of each channel": {"tail": ["bias"], **LARGE_KERNEL, "w": [192, 7, 7]},
+    "depthwise hardswish": {"tail": ["bias", "hardswish"], **LARGE_KERNEL},
+    "hardswish": {"tail": ["bias", "hardswish"]},
+    "hardsigmoid": {"tail": ["bias", "hardsigmoid"]},
+    "elu": {"tail": ["bias", "elu"]},
+    "gelu": {"tail": ["bias", "gelu"]},
+    "approximate gelu": {"tail": ["bias", "gelu_tanh"]},
+    "transposed": {"tail": ["bias", "relu"], **UP},
+    "transposed without bias": {"tail": [], **UP, "output_padding": [1, 1], "w": [32, 3, 3]},
+    "transposed in groups": {"tail": ["bias", "relu"], **UP, "groups": 2},
+    "transposed line": {
+        "tail": ["bias", "elu"],
+        "kind": "conv_transpose1d",
+        "x": [8, 64, 280],
+        "w": [32, 4],
+        "stride": [2],
+    },
+    "transposed in fp32": {"tail": ["bias"], **UP, "precision": "fp32"},
     "no bias": {"tail": []},
     "relu6": {"tail": ["bias", "relu6"]},
     "leaky relu": {"tail": ["bias", "leaky_relu"]},
@@ -115,11 +146,27 @@ def planned(plan):
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_segment_has_a_plan_that_loads(planned, name):
     answer = planned[name]
-    whole = "+".join(["conv2d", *CASES[name]["tail"]])
+    whole = segment_of(CASES[name])[0].describe()
     assert whole in answer["built"], answer
     for built in answer["built"].values():
         assert built["bytes"] > 1000
         assert built["loaded_workspace"] == built["workspace"]
+
+
+def test_an_elu_that_cudnn_has_not_is_left_to_torch(plan):
+    (answer,) = plan({"tail": ["bias", "elu"], "alpha": 0.5})
+    assert list(answer["built"]) == ["conv2d+bias"]
+    assert [form for form, _ in answer["unsupported"]] == ["conv2d+bias+elu"]
+    assert "elu in cuDNN has alpha 1, this one 0.5" in answer["unsupported"][0][1]
+
+
+def test_a_line_has_the_plans_of_an_image_of_height_one(planned, plan):
+    image = {"x": [8, 64, 1, 1500], "w": [64, 1, 3], "before": [0, 1], "after": [0, 1]}
+    (answer,) = plan({"tail": ["bias", "gelu"], **image})
+    plans = {form: built["plan"] for form, built in planned["line"]["built"].items()}
+    assert plans == {
+        form.replace("conv2d", "conv1d"): built["plan"] for form, built in answer["built"].items()
+    }
 
 
 def test_strict_fp32_refuses_tensor_cores_and_tf32_does_not(planned):

@@ -24,7 +24,7 @@ from cudnn_fusion.plan import Candidate
 from cudnn_fusion.plan_cache import PlanCache
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.program import export_program
-from cudnn_fusion.segment import Operand, Operation, Segment
+from cudnn_fusion.segment import TRANSPOSED, Operand, Operation, Segment, per_channel_dims
 from cudnn_fusion.served_model import ServedModel
 from cudnn_fusion.settings import Settings
 from cudnn_fusion.shapes import Bucket
@@ -152,15 +152,18 @@ def run_with_sites(program: Program, *inputs: torch.Tensor, form: str = REFERENC
 
 def conv_segment(
     *tail: Operation,
+    kind: str = "conv2d",
     dtype: str = "float32",
     precision: str = "fp32",
     extra: Sequence[Operand] = (),
     **attributes: object,
 ) -> Segment:
-    """conv2d with default attributes where none are given, then ``tail``, whose operands are ``extra``."""
-    pair = {"padding_before": (0, 0), "padding_after": (0, 0), "stride": (1, 1), "dilation": (1, 1)}
-    given = {**pair, "groups": 1, **attributes}
-    conv = Operation("conv2d", "w", tuple(given.items()))
+    """A convolution, with default attributes where none are given, then ``tail``, which reads ``extra``."""
+    zeros, ones = ((value,) * int(kind[-2]) for value in (0, 1))
+    sizes = {"padding_before": zeros, "padding_after": zeros, "stride": ones, "dilation": ones}
+    last = {"output_padding": zeros} if kind in TRANSPOSED else {}
+    given = {**sizes, "groups": 1, **last, **attributes}
+    conv = Operation(kind, "w", tuple(given.items()))
     operands = (
         Operand("x", dtype, "channels_last", "input"),
         Operand("w", dtype, "channels_last", "weight"),
@@ -181,7 +184,7 @@ def sizes_of(segment: Segment, x: tuple[int, ...], w: tuple[int, ...]) -> dict[s
     y = segment.output_dims(sizes)
     for operand in segment.operands[2:]:
         per_channel = operand.role == "weight"
-        sizes[operand.name] = (1, w[0], 1, 1) if per_channel else y
+        sizes[operand.name] = per_channel_dims(y[1], len(y)) if per_channel else y
     return sizes
 
 

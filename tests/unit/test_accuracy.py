@@ -69,7 +69,7 @@ WRONG = {
     "NaN in one output": lambda c: with_values(c.result, (0, 3, 2, 1), math.nan),
     "inf in one output": lambda c: with_values(c.result, (0, 3, 2, 1), math.inf),
     "-inf in one output": lambda c: with_values(c.result, (3, 47, 11, 11), -math.inf),
-    "nothing written": lambda c: accuracy.poison(tuple(c.result.shape), c.result.dtype, CPU),
+    "nothing written": lambda c: accuracy.poison(c.segment, c.sizes, CPU),
     "zeros": lambda c: torch.zeros_like(c.result),
     "last batch row not computed": lambda c: with_values(c.result, -1, 0.0),
     "last image row wrong": lambda c: with_values(c.result, LAST_ROW, c.result[LAST_ROW].flip(0) + 1),
@@ -253,7 +253,7 @@ def test_a_plan_that_drops_nan_is_refused(kind):
 
 
 def test_poison_is_channels_last_and_all_nan():
-    output = accuracy.poison((2, 3, 4, 5), torch.bfloat16, CPU)
+    output = accuracy.poison(segment_in("bf16"), {"y": (2, 3, 4, 5)}, CPU)
     assert output.isnan().all()
     assert is_packed(output, "channels_last")
 

@@ -14,6 +14,7 @@ from cudnn_fusion.evaluate import evaluate
 from cudnn_fusion.interpreter import Interpreter
 from cudnn_fusion.lowered import Axis, Node, Program, Ref, TensorSpec
 from cudnn_fusion.partition import partition
+from cudnn_fusion.segment import per_channel_dims
 
 TOLERANCES = {"fp32": (1e-4, 1e-5), "fp16": (1e-2, 4e-3), "bf16": (6e-2, 3e-2)}
 
@@ -31,11 +32,11 @@ class Function(nn.Module):
 
 
 class PerChannel(nn.Module):
-    """Multiplies by a scale and adds a shift, each if asked for, [K,1,1] or [1,K,1,1]."""
+    """Multiplies by a scale and adds a shift, each if asked for, [1,K,1,1] or as many dims as said."""
 
-    def __init__(self, channels, scale=True, shift=True, dims=4):
+    def __init__(self, channels, scale=True, shift=True, dims=4, axes=2):
         super().__init__()
-        shape = (1, channels, 1, 1)[4 - dims :]
+        shape = (1, channels, *(1,) * axes)[-dims:]
         self.scale = nn.Parameter(torch.randn(shape)) if scale else None
         self.shift = nn.Parameter(torch.randn(shape)) if shift else None
 
@@ -52,6 +53,16 @@ def constant_pad(value, *amounts):
     return Function(lambda x, c: c(F.pad(x, amounts, value=value)), conv(padding=0))
 
 
+def line(chain):
+    """The chain behind [5,4,81]."""
+    return Function(lambda x, c: c(x.flatten(2)), chain)
+
+
+def volume(chain):
+    """The chain behind [5,4,3,3,9]."""
+    return Function(lambda x, c: c(x.unflatten(2, (3, 3))), chain)
+
+
 # name: (chain, describe() of each of its segments)
 CHAINS = {
     "plain": (conv(), ["conv2d+bias"]),
@@ -60,6 +71,7 @@ CHAINS = {
     "dilation": (conv(dilation=(1, 2)), ["conv2d+bias"]),
     "groups": (conv(groups=2), ["conv2d+bias"]),
     "depthwise": (conv(groups=4, bias=False), ["conv2d"]),
+    "depthwise, two of each channel": (nn.Sequential(conv(8, groups=4), nn.ReLU()), ["conv2d+bias+relu"]),
     "even kernel, same padding": (nn.Conv2d(4, 4, (4, 2), padding="same"), ["conv2d+bias"]),
     "zero pad": (constant_pad(0.0, 1, 0, 2, 1), ["conv2d+bias"]),
     "zero pad of one axis": (constant_pad(0.0, 2, 1), ["conv2d+bias"]),
@@ -84,7 +96,13 @@ CHAINS = {
     "sigmoid": (nn.Sequential(conv(), nn.Sigmoid()), ["conv2d+bias+sigmoid"]),
     "tanh": (nn.Sequential(conv(), nn.Tanh()), ["conv2d+bias+tanh"]),
     "two activations": (nn.Sequential(conv(), nn.ReLU(), nn.Tanh()), ["conv2d+bias+relu"]),
-    "gelu": (nn.Sequential(conv(), nn.GELU()), ["conv2d+bias"]),
+    "gelu": (nn.Sequential(conv(), nn.GELU()), ["conv2d+bias+gelu"]),
+    "approximate gelu": (nn.Sequential(conv(), nn.GELU("tanh")), ["conv2d+bias+gelu_tanh"]),
+    "elu": (nn.Sequential(conv(), nn.ELU()), ["conv2d+bias+elu"]),
+    "lower elu": (nn.Sequential(conv(), nn.ELU(0.3)), ["conv2d+bias+elu"]),
+    "hardswish": (nn.Sequential(conv(), nn.Hardswish()), ["conv2d+bias+hardswish"]),
+    "hardsigmoid": (nn.Sequential(conv(), nn.Hardsigmoid()), ["conv2d+bias+hardsigmoid"]),
+    "selu": (nn.Sequential(conv(), nn.SELU()), ["conv2d+bias"]),
     "scale and shift": (nn.Sequential(conv(), PerChannel(4)), ["conv2d+bias+scale+shift"]),
     "scale before, shift behind": (
         nn.Sequential(conv(), PerChannel(4, shift=False), nn.ReLU(), PerChannel(4, scale=False, dims=3)),
@@ -134,6 +152,62 @@ CHAINS = {
     "one conv for two": (
         Function(lambda x, c: c(F.relu(c(x))), conv()),
         ["conv2d+bias+relu", "conv2d+bias"],
+    ),
+    "line": (line(nn.Conv1d(4, 6, 5, 2, 2, 1, 2)), ["conv1d+bias"]),
+    "line, depthwise": (line(nn.Conv1d(4, 8, 5, groups=4, bias=False)), ["conv1d"]),
+    "line, even kernel, same padding": (line(nn.Conv1d(4, 4, 4, padding="same")), ["conv1d+bias"]),
+    "line, zero pad": (line(nn.Sequential(nn.ZeroPad1d((3, 1)), nn.Conv1d(4, 4, 5))), ["conv1d+bias"]),
+    "line, per channel": (
+        line(
+            nn.Sequential(nn.Conv1d(4, 6, 3), nn.ReLU(), PerChannel(6, axes=1), PerChannel(6, dims=2, axes=1))
+        ),
+        ["conv1d+bias+relu+scale+shift+scale+shift"],
+    ),
+    "line, residual": (
+        line(Function(lambda x, c: F.silu(c(x) + x), nn.Conv1d(4, 4, 3, padding=1))),
+        ["conv1d+bias+add+silu"],
+    ),
+    "volume": (volume(nn.Sequential(nn.Conv3d(4, 6, 3, (1, 1, 2), 1), nn.ReLU())), ["conv3d+bias+relu"]),
+    "volume, depthwise": (volume(nn.Conv3d(4, 8, 3, padding=1, groups=4, bias=False)), ["conv3d"]),
+    "volume, same padding": (volume(nn.Conv3d(4, 4, (2, 3, 4), padding="same")), ["conv3d+bias"]),
+    "volume, zero pad": (
+        volume(Function(lambda x, c: c(F.pad(x, (1, 0, 2, 1, 0, 1))), nn.Conv3d(4, 4, 2))),
+        ["conv3d+bias"],
+    ),
+    "volume, all": (
+        volume(
+            Function(
+                lambda x, c, p: F.relu(p(c(x)) + x),
+                nn.Conv3d(4, 4, 3, padding=1),
+                PerChannel(4, dims=4, axes=3),
+            )
+        ),
+        ["conv3d+bias+scale+shift+add+relu"],
+    ),
+    "transposed": (
+        nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1), nn.ReLU()),
+        ["conv_transpose2d+bias+relu"],
+    ),
+    "transposed, all arguments": (
+        nn.ConvTranspose2d(4, 6, (3, 2), (2, 3), (1, 0), (1, 2), 2, False, (2, 1)),
+        ["conv_transpose2d"],
+    ),
+    "transposed, pad": (
+        Function(lambda x, c: c(F.pad(x, (1, 1, 1, 1))), nn.ConvTranspose2d(4, 4, 2, 2)),
+        ["conv_transpose2d+bias"],
+    ),
+    "transposed, residual": (
+        Function(lambda x, c: c(x[:, :, ::3, ::3]) + x, nn.ConvTranspose2d(4, 4, 3, 3)),
+        ["conv_transpose2d+bias+add"],
+    ),
+    "transposed line": (
+        line(nn.Sequential(nn.ConvTranspose1d(4, 6, 4, 2, 1, 1), nn.ELU())),
+        ["conv_transpose1d+bias+elu"],
+    ),
+    "transposed volume": (volume(nn.ConvTranspose3d(4, 6, 2, 2)), []),
+    "transposed, output padding from dilation": (
+        nn.ConvTranspose2d(4, 4, 3, 1, 0, 1, dilation=2),
+        [],
     ),
     "weight made at run time": (
         Function(lambda x, c: F.conv2d(x, c.weight * x.mean(), c.bias), conv()),
@@ -202,6 +276,12 @@ def site_of(parts, name):
         ("other pad", (0, 0), (0, 0), (1, 1), (1, 1), 1),
         ("negative pad", (0, 0), (0, 0), (1, 1), (1, 1), 1),
         ("pad used twice", (0, 0), (0, 0), (1, 1), (1, 1), 1),
+        ("line", (2,), (2,), (2,), (1,), 2),
+        ("line, even kernel, same padding", (1,), (2,), (1,), (1,), 1),
+        ("line, zero pad", (3,), (1,), (1,), (1,), 1),
+        ("volume", (1, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 1), 1),
+        ("volume, same padding", (0, 1, 1), (1, 1, 2), (1, 1, 1), (1, 1, 1), 1),
+        ("volume, zero pad", (0, 2, 1), (1, 1, 0), (1, 1, 1), (1, 1, 1), 1),
     ],
 )
 def test_attributes_of_the_convolution(each_chain, name, before, after, stride, dilation, groups):
@@ -212,6 +292,26 @@ def test_attributes_of_the_convolution(each_chain, name, before, after, stride, 
         "stride": stride,
         "dilation": dilation,
         "groups": groups,
+    }
+
+
+def test_attributes_of_a_transposed_convolution(each_chain):
+    attributes = dict(site_of(each_chain[1], "transposed, all arguments").segment.operations[0].attributes)
+    assert attributes == {
+        "padding_before": (1, 0),
+        "padding_after": (1, 0),
+        "stride": (2, 3),
+        "dilation": (2, 1),
+        "groups": 2,
+        "output_padding": (1, 2),
+    }
+
+
+def test_why_a_transposed_convolution_is_left(each_chain):
+    reasons = {item.reason for item in each_chain[1].left if "transpose" in item.op and "conv" in item.op}
+    assert reasons == {
+        "cuDNN has no fused plan for a transposed convolution along three axes",
+        "no convolution is its transpose: its output padding is not smaller than its stride",
     }
 
 
@@ -236,20 +336,50 @@ def test_reasons_say_what_is_wrong():
         def __init__(self):
             super().__init__()
             self.conv = nn.Conv2d(4, 4, 3)
+            self.line = nn.Conv1d(8, 4, 3)
+            self.volume = nn.Conv3d(4, 4, 3)
 
         def forward(self, x):
             own_weight = F.conv2d(x, x[:, :, :3, :3])
             own_bias = F.conv2d(x, self.conv.weight, x[:, 0, 0, 0])
             no_batch = F.conv2d(x[0], self.conv.weight)
-            return own_weight, own_bias, no_batch, x.exp()
+            return own_weight, own_bias, no_batch, self.line(x[0, 0]), self.volume(x), x.exp()
 
     parts = partition(program_of(Refused(), "x:FP32[4,4,8,8]"))
-    reasons = [item.reason for item in parts.left if item.op == "aten.conv2d.default"]
+    reasons = [item.reason for item in parts.left if "conv" in item.op]
+    assert "its input is not a batch of sequences [N, C, L]" in reasons
+    assert "its input is not a batch of volumes [N, C, D, H, W]" in reasons
     assert "its weight is computed while the model runs" in reasons
     assert "its bias is computed while the model runs" in reasons
     assert "its input is not a batch of images [N, C, H, W]" in reasons
     assert "no fusible convolution directly before it takes it in" in {i.reason for i in parts.left}
     assert not parts.sites
+
+
+def test_sizes_that_follow_from_a_request_are_left_to_torch():
+    nodes = tuple(
+        Node(name, op, (Ref("x"), Ref("w"), None, *rest), (), ("batch", 4, "length"), "float32")
+        for name, op, rest in (
+            ("up", "aten.conv_transpose1d.default", ((2,), (0,), (Ref("more"),))),
+            ("along", "aten.conv1d.default", ((1,), (Ref("more"),))),
+        )
+    )
+    size = Node("more", "operator.mod", (Ref("x"), 2), (), None, None)
+    dims = ("batch", 4, "length")
+    program = Program(
+        name="sized",
+        precision="fp32",
+        inputs=(TensorSpec("x", "float32", dims, "x"),),
+        outputs=tuple(TensorSpec(node.name, "float32", dims, node.name) for node in nodes),
+        axes=(Axis("batch", 1, 4), Axis("length", 4, 9)),
+        batch_axis="batch",
+        nodes=(size, *nodes),
+        weights={"w": torch.randn(4, 4, 3)},
+    )
+    parts = partition(program)
+    assert not parts.sites
+    reasons = {item.node: item.reason for item in parts.left}
+    assert {reasons[node.name] for node in nodes} == {"its stride or padding follows from a request's sizes"}
 
 
 def test_an_operation_with_several_results_is_named_too():
@@ -311,7 +441,17 @@ class _Middle(nn.Module):
         ("aten.hardtanh.default", (), (("max_val", 6.0),), None),
         ("aten.leaky_relu.default", (), (), "leaky_relu"),
         ("aten.leaky_relu.default", (), (("negative_slope", 0.5),), "leaky_relu"),
-        ("aten.elu.default", (), (), None),
+        ("aten.elu.default", (), (), "elu"),
+        ("aten.elu.default", (0.5,), (), "elu"),
+        ("aten.elu.default", (), (("alpha", 0.5),), "elu"),
+        ("aten.elu.default", (1.0, 1.05), (), None),
+        ("aten.elu.default", (1.0,), (("input_scale", 2.0),), None),
+        ("aten.gelu.default", (), (), "gelu"),
+        ("aten.gelu.default", (), (("approximate", "none"),), "gelu"),
+        ("aten.gelu.default", (), (("approximate", "tanh"),), "gelu_tanh"),
+        ("aten.hardswish.default", (), (), "hardswish"),
+        ("aten.hardsigmoid.default", (), (), "hardsigmoid"),
+        ("aten.softplus.default", (), (), None),
     ],
 )
 def test_activations_however_their_arguments_are_given(op, rest, kwargs, taken):
@@ -363,22 +503,43 @@ def test_a_residual_may_be_a_weight():
     assert partition(batched).sites[0].segment.describe() == "conv2d+bias", "it is broadcast there"
 
 
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d}
+SPATIAL = {1: (144,), 2: (12, 12), 3: (4, 3, 12)}
+
+
+def random_layer(choose, axes, channels):
+    """A convolution along ``axes``, transposed or not, with some of its arguments drawn."""
+
+    def each(*values):
+        return tuple(choose.choice(values) for _ in range(axes))
+
+    groups = choose.choice([1, 1, 1, 2, channels])
+    bias = choose.random() < 0.7
+    if axes < 3 and choose.random() < 0.2:
+        stride = each(1, 2)
+        more = tuple(choose.randrange(size) for size in stride)
+        kernel, dilation = each(2, 3), each(1, 2)
+        return TRANSPOSED[axes](
+            channels, channels, kernel, stride, each(0, 1), more, groups, bias, dilation=dilation
+        )
+    kernel = each(1, 2, 3) if axes == 3 else each(1, 2, 3, 5)
+    padding = tuple(choose.choice([size // 2, size - 1]) for size in kernel)
+    # Dilated by 2 a padded kernel still fits the shortest axis there is.
+    return CONVS[axes](channels, channels, kernel, each(1, 1, 2), padding, each(1, 1, 2), groups, bias)
+
+
 def random_chain(choose, channels=4):
-    """A short function of [N,4,12,12]: a convolution with some of everything behind it."""
-    depthwise = choose.random() < 0.2
-    r, s = choose.choice([(1, 1), (3, 3), (2, 3), (5, 1)])
-    layer = nn.Conv2d(
-        channels,
-        channels,
-        (r, s),
-        stride=(choose.choice([1, 1, 2]), choose.choice([1, 1, 2])),
-        padding=(choose.choice([0, 1, 2]), choose.choice([0, 1])),
-        dilation=(choose.choice([1, 1, 2]), 1),
-        groups=channels if depthwise else choose.choice([1, 1, 2]),
-        bias=choose.random() < 0.7,
-    )
-    amounts = choose.choice([None, (1, 0), (0, 1, 2, 0), (1, 1, 1, 1), (0, 0, -1, 0)])
+    """A short function of [N,4,12,12] as 1, 2 or 3 axes: a convolution with some of everything behind it."""
+    axes = choose.choice([1, 2, 2, 3])
+    layer = random_layer(choose, axes, channels)
+    amounts = choose.choice([None, (1, 0), (2, 2), (0, 1, 2, 0), (1, 1, 1, 1), (0, 0, 1, 0, 2, 1)])
+    amounts = None if amounts is None else amounts[: 2 * axes]
     value = choose.choice([0.0, 0.0, 0.5])
+
+    def same(r=3, **arguments):
+        return CONVS[axes](channels, channels, r, padding=r // 2, **arguments)
+
     steps = [
         choose.choice(
             [
@@ -388,23 +549,28 @@ def random_chain(choose, channels=4):
                 nn.SiLU(),
                 nn.Sigmoid(),
                 nn.Tanh(),
+                nn.ELU(choose.choice([1.0, 0.4])),
+                nn.GELU(choose.choice(["none", "tanh"])),
+                nn.Hardswish(),
+                nn.Hardsigmoid(),
                 nn.Softplus(),
-                PerChannel(channels, shift=False),
-                PerChannel(channels, scale=False, dims=3),
-                PerChannel(channels),
+                PerChannel(channels, shift=False, axes=axes, dims=axes + 2),
+                PerChannel(channels, scale=False, axes=axes, dims=axes + 1),
+                PerChannel(channels, axes=axes, dims=axes + 2),
                 Function(lambda x: x + x),
                 Function(lambda x: torch.roll(x, 1, 2) + x),
                 Function(lambda x: x + x.mean(1, keepdim=True)),
                 Function(lambda x: torch.add(x, x.abs(), alpha=0.5)),
-                Function(lambda x, c: c(x) + x, conv()),
-                Function(lambda x, c: torch.relu(x + c(x)), conv(groups=2)),
-                Function(lambda x, a, b: a(x) + b(x), conv(), conv(r=1)),
+                Function(lambda x, c: c(x) + x, same()),
+                Function(lambda x, c: torch.relu(x + c(x)), same(groups=2)),
+                Function(lambda x, a, b: a(x) + b(x), same(), same(r=1)),
             ]
         )
         for _ in range(choose.randrange(5))
     ]
 
     def run(x, first, *rest):
+        x = x.view(-1, channels, *SPATIAL[axes])
         x = first(x if amounts is None else F.pad(x, amounts, value=value))
         for step in rest:
             x = step(x)
@@ -446,7 +612,8 @@ def test_a_segment_means_what_its_nodes_mean(each_chain):
         for operand in site.segment.inputs:
             value = values[site.value(operand.name)].double()
             per_channel = operand.role == "weight" and operand.name != "w"
-            operands[operand.name] = value.reshape(1, -1, 1, 1) if per_channel else value
+            dims = per_channel_dims(-1, values[site.value("w")].dim())
+            operands[operand.name] = value.reshape(dims) if per_channel else value
         torch.testing.assert_close(
             evaluate(site.segment.operations, operands).float(),
             values[site.value("y")],

@@ -52,6 +52,47 @@ def test_batch_norm_is_right_wherever_it_stands(
     assert not any("batch_norm" in operation for operation in _operations(program))
 
 
+LAYERS = {
+    "line": (nn.Conv1d(4, 6, 3, padding="same", groups=2), nn.BatchNorm1d, "conv1d"),
+    "volume": (nn.Conv3d(4, 6, 3, padding=1, bias=False), nn.BatchNorm3d, "conv3d"),
+    "depthwise": (nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d, "conv2d"),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, 2, bias=False), nn.BatchNorm2d, "conv_transpose2d"),
+    "transposed, groups": (nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.BatchNorm2d, "conv_transpose2d"),
+    "transposed line": (nn.ConvTranspose1d(4, 8, 4, 2, groups=4), nn.BatchNorm1d, "conv_transpose1d"),
+    "transposed volume": (nn.ConvTranspose3d(4, 6, 2, groups=2), nn.BatchNorm3d, "conv_transpose3d"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_batch_norm_is_folded_into_every_kind_of_convolution(name: str, decomposed: bool) -> None:
+    """In whichever of its two forms an exported graph has the convolution."""
+    layer, kind, operation = LAYERS[name]
+    generator = torch.Generator().manual_seed(0)
+    norm = kind(layer.out_channels)
+    with torch.no_grad():
+        for values in (norm.running_var, norm.weight):
+            values.uniform_(0.5, 2, generator=generator)
+        for values in (norm.running_mean, norm.bias):
+            values.uniform_(-2, 2, generator=generator)
+    module = nn.Sequential(layer, norm).eval()
+    axes = int(operation[-2])
+    x = torch.randn(3, 4, *(7, 6, 5)[:axes], generator=generator)
+    model: nn.Module | torch.export.ExportedProgram = module
+    if decomposed:
+        batch = torch.export.Dim("batch", min=1, max=8)
+        exported = torch.export.export(module, (x,), dynamic_shapes=({0: batch},))
+        model = exported.run_decompositions()
+        assert "aten.convolution.default" in str(model.graph)
+    shape = ",".join(map(str, x.shape[1:]))
+    program = _program(model, f"input:FP32[batch=1..8,{shape}]")
+    assert _operations(program) == [operation]
+    answer, expected = _run(program, x), module.double()(x.double()).detach()
+    module.float()
+    assert answer.shape == expected.shape
+    assert _relative_error(answer, expected) < 1e-6
+
+
 def test_folding_rounds_half_precision_weights_once() -> None:
     module = models.ConvNet()
     program = _program(module, "x:FP16[batch=1..8,3,12,12]", "fp16")

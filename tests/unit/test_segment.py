@@ -1,14 +1,27 @@
 """Keys of segments, and how tensors lie in memory."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from programs import bias_operand, conv_segment, program_of, run_in_torch, run_with_sites, sizes_of
 from torch import nn
 
+from cudnn_fusion import lowered
+from cudnn_fusion.evaluate import convolution
 from cudnn_fusion.partition import partition
-from cudnn_fusion.segment import Operand, Operation, empty, is_packed, packed_strides, to_layout
+from cudnn_fusion.plan_store import PlanStore
+from cudnn_fusion.segment import (
+    Operand,
+    Operation,
+    empty,
+    image_dims,
+    image_operation,
+    is_packed,
+    packed_strides,
+    to_layout,
+)
 
 X, W = (2, 8, 9, 9), (8, 8, 3, 3)
 LEAKY = Operation("leaky_relu", None, (("negative_slope", 0.01),))
@@ -44,6 +57,15 @@ DIFFERENT = {
     "padding before": base(padding_before=(1, 1)),
     "padding after": base(padding_after=(1, 1)),
     "padding of the other axis": base(padding_before=(0, 1), padding_after=(0, 1)),
+    "other axes": with_operation(base(), 0, conv_segment(kind="conv3d").operations[0]),
+    "transposed": with_operation(base(), 0, conv_segment(kind="conv_transpose2d").operations[0]),
+    "output padding": with_operation(
+        base(), 0, conv_segment(kind="conv_transpose2d", output_padding=(1, 0)).operations[0]
+    ),
+    "exact gelu": with_operation(base(), 2, Operation("gelu")),
+    "approximate gelu": with_operation(base(), 2, Operation("gelu_tanh")),
+    "elu": with_operation(base(), 2, Operation("elu", None, (("alpha", 1.0),))),
+    "elu's alpha": with_operation(base(), 2, Operation("elu", None, (("alpha", 0.5),))),
     "negative slope": with_operation(base(), 2, Operation("leaky_relu", None, (("negative_slope", 0.1),))),
     "activation": with_operation(base(), 2, Operation("relu")),
     "no bias": conv_segment(LEAKY),
@@ -65,6 +87,18 @@ def test_a_difference_in_one_field_is_another_key(name):
     """Plans of layers that differ in one attribute must not be mixed up (vllm issue 43119)."""
     sizes = sizes_of(base(), X, W)
     assert DIFFERENT[name].key(sizes, "v1").digest() != base().key(sizes, "v1").digest()
+
+
+def test_keys_of_committed_plans_are_found_by_this_version():
+    """A signature that changes makes every plan that was ever tuned a miss."""
+    example = Path(__file__).resolve().parents[2] / "model_repository" / "conv_block" / "1"
+    (site,) = partition(lowered.read(example / "lowered")).sites
+    store = PlanStore(example / "plans")
+    plans = [plan for stored in store.environments() for plan in store.plans(stored.compatibility.hash())]
+    assert plans
+    for plan in plans:
+        sizes = {name: dims for name, dims, _ in plan.key.sizes}
+        assert site.segment.key(sizes, plan.key.validation) == plan.key
 
 
 def test_signatures_differ_without_the_help_of_sizes():
@@ -119,6 +153,9 @@ def test_layers_that_differ_in_dilation_share_none():
     ("dims", "layout", "strides"),
     [
         ((2, 3, 4, 5), "channels_last", (60, 1, 15, 3)),
+        ((2, 3, 4), "channels_last", (12, 1, 3)),
+        ((2, 3, 4, 5, 6), "channels_last", (360, 1, 90, 18, 3)),
+        ((2, 3, 1), "channels_last", (3, 1, 3)),
         ((2, 3, 4, 5), "row_major", (60, 20, 5, 1)),
         ((7,), "row_major", (1,)),
         ((), "row_major", ()),
@@ -131,17 +168,29 @@ def test_packed_strides(dims, layout, strides):
 
 
 def test_a_layout_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="4 dimensions"):
+    with pytest.raises(ValueError, match="3 to 5 dimensions"):
         packed_strides((2, 3), "channels_last")
     with pytest.raises(ValueError, match="unknown layout 'nchw'"):
         packed_strides((2, 3), "nchw")
 
 
-@pytest.mark.parametrize("dims", [(5, 4, 1, 1), (1, 1, 6, 7), (3, 1, 5, 1), (1, 8, 1, 1)])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (5, 4, 1, 1),
+        (1, 1, 6, 7),
+        (3, 1, 5, 1),
+        (1, 8, 1, 1),
+        (5, 4, 1),
+        (1, 1, 7),
+        (2, 4, 1, 1, 1),
+        (2, 1, 3, 4, 5),
+    ],
+)
 def test_strides_of_axes_of_size_one_do_not_matter(dims):
     """torch may state any stride there (pytorch issue 24090): both layouts are the same bytes."""
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        tensor = torch.randn(dims).to(memory_format=memory_format)
+    for layout in ("row_major", "channels_last"):
+        tensor = to_layout(torch.randn(dims), layout)
         odd = tensor.as_strided(
             dims, [s if n > 1 else 99 for n, s in zip(dims, tensor.stride(), strict=True)]
         )
@@ -168,6 +217,31 @@ def test_views_are_packed_anew_and_keep_their_values():
             torch.testing.assert_close(packed, view, rtol=0, atol=0)
     nhwc = torch.randn(2, 5, 4, 6).permute(0, 3, 1, 2)
     assert to_layout(nhwc, "channels_last") is nhwc
+    for rank in (3, 5):
+        last = torch.randn(2, *range(4, 4 + rank - 2), 6).movedim(-1, 1)
+        assert to_layout(last, "channels_last") is last
+
+
+def test_channels_last_is_torchs_for_images_and_volumes():
+    for dims, memory_format in (
+        ((2, 3, 4, 5), torch.channels_last),
+        ((2, 3, 4, 5, 6), torch.channels_last_3d),
+    ):
+        assert torch.empty(dims).to(memory_format=memory_format).stride() == packed_strides(
+            dims, "channels_last"
+        )
+
+
+def test_a_line_is_an_image_of_height_one_in_the_same_memory():
+    line = to_layout(torch.randn(2, 3, 5), "channels_last")
+    image = line.unsqueeze(2)
+    assert tuple(image.shape) == image_dims((2, 3, 5)) == (2, 3, 1, 5)
+    assert image.stride() == packed_strides((2, 3, 1, 5), "channels_last")
+    assert image_dims((2, 3, 4, 5)) == (2, 3, 4, 5)
+    operation = conv_segment(kind="conv1d", padding_before=(2,), stride=(3,), groups=2).operations[0]
+    expected = conv_segment(padding_before=(0, 2), stride=(1, 3), groups=2).operations[0]
+    assert image_operation(operation) == expected
+    assert image_operation(expected) is expected
 
 
 def test_an_empty_tensor_has_the_layout_it_is_asked_for():
@@ -178,16 +252,33 @@ def test_an_empty_tensor_has_the_layout_it_is_asked_for():
 @pytest.mark.parametrize(
     ("x", "w", "attributes"),
     [
+        ((2, 4, 11), (6, 2, 3), {"kind": "conv1d", "stride": (2,), "padding_before": (1,), "groups": 2}),
+        (
+            (1, 4, 5, 6, 7),
+            (6, 4, 3, 2, 1),
+            {"kind": "conv3d", "dilation": (1, 3, 2), "padding_after": (0, 1, 2)},
+        ),
+        ((2, 6, 5), (6, 2, 4), {"kind": "conv_transpose1d", "stride": (2,), "groups": 3}),
+        (
+            (1, 6, 5, 4),
+            (6, 4, 3, 2),
+            {
+                "kind": "conv_transpose2d",
+                "stride": (3, 2),
+                "dilation": (2, 1),
+                "padding_before": (2, 1),
+                "padding_after": (2, 1),
+                "output_padding": (2, 1),
+            },
+        ),
         ((2, 4, 11, 9), (6, 4, 3, 2), {"stride": (2, 1), "padding_before": (1, 0), "padding_after": (2, 1)}),
         ((1, 6, 8, 8), (6, 2, 3, 3), {"groups": 3, "dilation": (2, 3)}),
         ((3, 4, 1, 1), (5, 4, 1, 1), {}),
     ],
 )
 def test_output_dims_are_those_of_torch(x, w, attributes):
-    from cudnn_fusion.evaluate import conv2d
-
     segment = conv_segment(**attributes)
-    got = conv2d(torch.zeros(x), torch.zeros(w), None, segment.operations[0])
+    got = convolution(torch.zeros(x), torch.zeros(w), None, segment.operations[0])
     assert segment.output_dims({"x": x, "w": w}) == tuple(got.shape)
 
 

@@ -13,7 +13,7 @@ from cudnn_fusion import accuracy
 from cudnn_fusion.engines.base import CandidateRejectedError
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM, TorchEngine, configure
 from cudnn_fusion.plan import Candidate
-from cudnn_fusion.segment import Operand, Operation, is_packed
+from cudnn_fusion.segment import ACTIVATIONS, Operand, Operation, is_packed
 
 CPU = torch.device("cpu")
 ENGINE = TorchEngine(CPU)
@@ -74,9 +74,88 @@ def test_every_form_is_the_convolution(seed):
         assert is_packed(result, "channels_last")
 
 
-@pytest.mark.parametrize("kind", ["relu", "relu6", "leaky_relu", "silu", "sigmoid", "tanh"])
+OTHER_AXES = {
+    "conv1d": (F.conv1d, (3, 4, 17), (6, 2, 5), {"groups": 2, "stride": (2,), "dilation": (2,)}),
+    "conv1d, one sum": (F.conv1d, (3, 4, 17), (6, 4, 5), {"padding_before": (3,), "padding_after": (1,)}),
+    "conv3d": (
+        F.conv3d,
+        (2, 4, 6, 7, 8),
+        (6, 4, 3, 2, 3),
+        {"stride": (1, 2, 3), "padding_before": (1, 0, 2), "padding_after": (1, 1, 0)},
+    ),
+    "conv3d, depthwise": (F.conv3d, (2, 4, 6, 7, 8), (8, 1, 3, 3, 3), {"groups": 4, "dilation": (2, 1, 1)}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_AXES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_every_form_along_one_or_three_axes(name, with_bias):
+    function, x, w, attributes = OTHER_AXES[name]
+    tail, extra = ([Operation("bias", "bias")], [bias_operand()]) if with_bias else ([], [])
+    segment = conv_segment(*tail, kind=name[:6], extra=extra, **attributes)
+    sizes = sizes_of(segment, x, w)
+    o = accuracy.generated_operands(segment, sizes, 5, CPU)
+    conv = dict(segment.operations[0].attributes)
+    sides = zip(reversed(conv["padding_before"]), reversed(conv["padding_after"]), strict=True)
+    whole = F.pad(o["x"], [amount for side in sides for amount in side])
+    bias = o["bias"].flatten() if with_bias else None
+    expected = function(whole, o["w"], bias, conv["stride"], 0, conv["dilation"], conv["groups"])
+    tried = forms(segment, sizes)
+    assert ("unfold_matmul" in tried) == (name == "conv1d, one sum")
+    for form in tried:
+        result = loaded(segment, sizes, form).run(o, None)
+        assert result.shape == sizes["y"]
+        assert is_packed(result, "channels_last")
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, msg=lambda t, f=form: f"{f}: {t}")
+
+
+@pytest.mark.parametrize("groups", [1, 3, 6])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_transposed_convolution_is_the_gradient_of_a_convolution(axes, groups):
+    """The definition, and so what cuDNN is asked for, rather than torch's function of that name."""
+    sizes_of_axes = {"stride": (3, 2), "dilation": (1, 2), "output_padding": (2, 0)}
+    given = {name: values[:axes] for name, values in sizes_of_axes.items()}
+    padding = (1, 2)[:axes]
+    segment = conv_segment(
+        kind=f"conv_transpose{axes}d", padding_before=padding, padding_after=padding, groups=groups, **given
+    )
+    sizes = sizes_of(segment, (2, 6, 5, 7)[: axes + 2], (6, 2, 4, 3)[: axes + 2])
+    o = accuracy.generated_operands(segment, sizes, 5, CPU)
+    y = torch.zeros(sizes["y"], requires_grad=True)
+    convolve = (F.conv1d, F.conv2d)[axes - 1]
+    given_back = convolve(y, o["w"], None, given["stride"], padding, given["dilation"], groups)
+    assert given_back.shape == sizes["x"]
+    (expected,) = torch.autograd.grad(given_back, y, o["x"])
+    for form in forms(segment, sizes):
+        result = loaded(segment, sizes, form).run(o, None)
+        assert is_packed(result, "channels_last")
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert 0.2 < float(expected.square().mean().sqrt()) < 0.7, "generated sums stay near 1"
+
+
+ATTRIBUTES = {"leaky_relu": (("negative_slope", 0.3),), "elu": (("alpha", 0.7),)}
+FUNCTIONS = {
+    "relu": torch.relu,
+    "relu6": lambda v: v.clamp(0, 6),
+    "leaky_relu": lambda v: torch.where(v > 0, v, 0.3 * v),
+    "silu": lambda v: v / (1 + (-v).exp()),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "elu": lambda v: torch.where(v > 0, v, 0.7 * (v.exp() - 1)),
+    "gelu": lambda v: v * (1 + torch.erf(v / 2**0.5)) / 2,
+    "gelu_tanh": lambda v: v * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (v + 0.044715 * v**3))) / 2,
+    "hardswish": lambda v: v * (v + 3).clamp(0, 6) / 6,
+    "hardsigmoid": lambda v: (v + 3).clamp(0, 6) / 6,
+}
+
+
+def test_every_activation_has_its_formula_here():
+    assert set(FUNCTIONS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_whole_chains_in_every_form(kind):
-    activation = Operation(kind, None, (("negative_slope", 0.3),) if kind == "leaky_relu" else ())
+    activation = Operation(kind, None, ATTRIBUTES.get(kind, ()))
     per_channel = ("scale", "shift", "scale2", "shift2")
     segment = conv_segment(
         Operation("bias", "bias"),
@@ -94,9 +173,9 @@ def test_whole_chains_in_every_form(kind):
     )
     sizes = sizes_of(segment, (2, 4, 7, 1), (5, 4, 3, 1))
     o = accuracy.generated_operands(segment, sizes, 3, CPU)
+    o["shift"] = torch.linspace(-7, 7, 5).view(1, 5, 1, 1)  # also where activations are flat
     value = F.conv2d(o["x"], o["w"], o["bias"].flatten()) * o["scale"] + o["shift"] + o["residual"]
-    functions = {"leaky_relu": lambda v: F.leaky_relu(v, 0.3), "relu6": F.relu6, "silu": F.silu}
-    expected = functions.get(kind, getattr(torch, kind, None))(value) * o["scale2"] + o["shift2"]
+    expected = FUNCTIONS[kind](value) * o["scale2"] + o["shift2"]
     for form in forms(segment, sizes):
         result = loaded(segment, sizes, form).run(o, None)
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
@@ -109,7 +188,7 @@ def test_a_given_output_is_filled_and_operands_are_not_touched(form):
     operands = accuracy.generated_operands(segment, sizes, 1, CPU)
     before = {name: value.clone() for name, value in operands.items()}
     plan = loaded(segment, sizes, form)
-    out = accuracy.poison(sizes["y"], torch.float32, CPU)
+    out = accuracy.poison(segment, sizes, CPU)
     assert plan.run(operands, None, out) is out
     torch.testing.assert_close(out, plan.run(operands, None))
     first, second = plan.run(operands, None), plan.run(operands, None)

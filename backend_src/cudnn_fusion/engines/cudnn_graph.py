@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,15 +21,28 @@ from typing import Any
 import torch
 
 from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes, one_line
+from cudnn_fusion.engines.cudnn_operations import append
 from cudnn_fusion.evaluate import pointwise
 from cudnn_fusion.plan import Candidate
-from cudnn_fusion.segment import ACTIVATIONS, OUTPUT, Operation, Segment, empty, packed_strides
+from cudnn_fusion.segment import (
+    ACTIVATIONS,
+    CONVOLUTIONS,
+    OUTPUT,
+    TRANSPOSED,
+    Dims,
+    Operation,
+    Segment,
+    empty,
+    image_dims,
+    packed_strides,
+    padded_dims,
+)
 
 ALIGNMENT_BYTES = 16
 """What cuDNN assumes of every buffer; `execute` does not check it."""
 
 PLANS_PER_FORM = (48, 24, 8)
-"""How many plans of each of `forms` are candidates: winners sat at index 29 and 34 of fused forms.
+"""How many plans of each convolution form are candidates: winners sat at index 29 and 34 of fused forms.
 
 Not in strict fp32, see `CudnnEngine._plan`.
 """
@@ -51,10 +65,12 @@ class _Form:
     segment: Segment
     head: int
     plan_limit: int
+    as_matmul: bool = False
 
     @property
     def name(self) -> str:
-        return "+".join(op.kind for op in self.segment.operations[: self.head])
+        kinds = [op.kind for op in self.segment.operations[: self.head]]
+        return "+".join(["matmul", *kinds[1:]] if self.as_matmul else kinds)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -67,17 +83,48 @@ class _Form:
         return self.segment.operations[self.head :]
 
 
-def forms(segment: Segment) -> list[_Form]:
-    """The whole chain; the chain up to its activation; the convolution and its bias."""
+PLANS_PER_MATMUL_FORM = 10
+"""Matrix products have fewer plans, and each is compiled, which takes a third of a second."""
+
+
+def forms(segment: Segment, sizes: Sizes) -> list[_Form]:
+    """The whole chain; the chain up to its activation; the convolution and its bias.
+
+    A convolution that is a matrix product has the first two as such too. None for a segment without a
+    convolution.
+    """
+    if not segment.operations:
+        return []
     kinds = [op.kind for op in segment.operations]
     heads = [len(kinds)]
     activation = next((i for i, kind in enumerate(kinds) if kind in ACTIVATIONS), None)
     if activation is not None:
         heads.append(activation + 1)
+    fused = list(dict.fromkeys(heads))
     heads.append(2 if kinds[1:2] == ["bias"] else 1)
-    return [
+    found = [
         _Form(segment, head, limit) for head, limit in zip(dict.fromkeys(heads), PLANS_PER_FORM, strict=False)
     ]
+    if is_matmul(segment, sizes):
+        found += [_Form(segment, head, PLANS_PER_MATMUL_FORM, as_matmul=True) for head in fused]
+    return found
+
+
+def form_names(segment: Segment, sizes: Sizes) -> list[str]:
+    """Names of all `forms`, as candidates have them."""
+    return [form.name for form in forms(segment, sizes)]
+
+
+def is_matmul(segment: Segment, sizes: Sizes) -> bool:
+    """Whether each output element is a sum over the channels of one input element, for tensor cores."""
+    conv = segment.operations[0]
+    return (
+        segment.precision != "fp32"
+        and conv.kind not in TRANSPOSED
+        and conv.attribute("groups") == 1
+        and all(size == 1 for size in (*sizes["w"][2:], *conv.attribute("stride")))
+        and not any((*conv.attribute("padding_before"), *conv.attribute("padding_after")))
+    )
 
 
 class CudnnEngine:
@@ -104,7 +151,7 @@ class CudnnEngine:
     def candidates(self, segment: Segment, sizes: Sizes) -> list[Candidate]:
         """All plans of all forms, cuDNN's order (modes A, B, FALLBACK), fused forms first."""
         found: list[Candidate] = []
-        for form in forms(segment):
+        for form in forms(segment, sizes):
             try:
                 found += list(self._planned(form, _freeze(sizes))[1])
             except CandidateRejectedError:
@@ -114,7 +161,7 @@ class CudnnEngine:
     def unsupported(self, segment: Segment, sizes: Sizes) -> list[tuple[str, str]]:
         """(form, reason) for every form that cuDNN has no plan for."""
         reasons: list[tuple[str, str]] = []
-        for form in forms(segment):
+        for form in forms(segment, sizes):
             try:
                 self._planned(form, _freeze(sizes))
             except CandidateRejectedError as error:
@@ -124,7 +171,7 @@ class CudnnEngine:
     def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
         """Builds the plan of this name, else the one with these engine and knobs, and serializes it."""
         cudnn = _cudnn()
-        form = _form_named(segment, candidate.form)
+        form = _form_named(segment, sizes, candidate.form)
         graph, listed = self._planned(form, _freeze(sizes))
         try:
             index = self._index(graph, listed, candidate)
@@ -151,7 +198,7 @@ class CudnnEngine:
             raise CandidateRejectedError("a cuDNN plan without its blob")
         if self.target is not None:
             raise CandidateRejectedError("planned for a described device: cannot be loaded on this machine")
-        form = _form_named(segment, candidate.form)
+        form = _form_named(segment, sizes, candidate.form)
         cudnn = _cudnn()
         try:
             graph = cudnn.pygraph(handle=self._handle())
@@ -234,20 +281,40 @@ class CudnnEngine:
             name: graph.tensor(
                 name=name,
                 uid=uid,
-                dim=list(sizes[name]),
-                stride=list(packed_strides(sizes[name], form.segment.operand(name).layout)),
+                dim=list(_place(form, name, sizes)[0]),
+                stride=list(_place(form, name, sizes)[1]),
                 data_type=_data_type(form.segment.operand(name).dtype),
             )
             for uid, name in enumerate(form.operands[:-1], start=1)
         }
         value = tensors["x"]
+        out, out_strides = _place(form, OUTPUT, sizes)
         for operation in form.segment.operations[: form.head]:
-            value = _append(graph, operation, value, tensors)
+            if form.as_matmul and operation.kind in CONVOLUTIONS:
+                value = graph.matmul(value, tensors["w"])
+            else:
+                value = append(graph, operation, value, tensors, out)
         value.set_output(True).set_data_type(_data_type(form.segment.operand(OUTPUT).dtype))
         value.set_uid(len(form.operands))
-        value.set_dim(list(sizes[OUTPUT]))
-        value.set_stride(list(packed_strides(sizes[OUTPUT], "channels_last")))
+        value.set_dim(list(out))
+        value.set_stride(list(out_strides))
         return graph
+
+
+def _place(form: _Form, name: str, sizes: Sizes) -> tuple[Dims, Dims]:
+    """Dims and strides of an operand in a form's graph, in the memory that the segment's operand has.
+
+    As a matrix product x is [1, rows, C], w [1, C, K], a result [1, rows, K], what is per channel [1, 1, K].
+    """
+    operand = form.segment.operand(name)
+    if not form.as_matmul:
+        dims = padded_dims(image_dims(sizes[name]), operand.layout)
+        return dims, packed_strides(dims, operand.layout)
+    outer, channels, *spatial = sizes[name]
+    if name == "w":
+        return (1, channels, outer), (channels * outer, 1, channels)
+    rows = outer * math.prod(spatial)
+    return (1, rows, channels), (rows * channels, channels, 1)
 
 
 @dataclass
@@ -296,29 +363,6 @@ def _run_tail(tail: tuple[Operation, ...], value: torch.Tensor, operands: Operan
     return value
 
 
-def _append(graph: Any, operation: Operation, value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Adds one operation to the graph and gives its virtual result."""
-    kind = operation.kind
-    if kind == "conv2d":
-        return graph.conv_fprop(
-            value,
-            tensors["w"],
-            pre_padding=list(operation.attribute("padding_before")),
-            post_padding=list(operation.attribute("padding_after")),
-            stride=list(operation.attribute("stride")),
-            dilation=list(operation.attribute("dilation")),
-        )
-    if kind in ("bias", "shift", "add"):
-        return graph.add(value, tensors[str(operation.operand)])
-    if kind == "scale":
-        return graph.mul(value, tensors[str(operation.operand)])
-    if kind == "relu6":
-        return graph.relu(value, lower_clip=0.0, upper_clip=6.0)
-    if kind == "leaky_relu":
-        return graph.leaky_relu(value, negative_slope=float(operation.attribute("negative_slope")))
-    return getattr(graph, {"silu": "swish"}.get(kind, kind))(value)
-
-
 def _listed(graph: Any, form: _Form, index: int) -> Candidate:
     name = str(graph.get_plan_name_at_index(index))
     engine_id, knobs = graph.get_engine_and_knobs_at_index(index)
@@ -328,8 +372,8 @@ def _listed(graph: Any, form: _Form, index: int) -> Candidate:
     return Candidate("cudnn", form.name, name, int(engine_id), named, replayable)
 
 
-def _form_named(segment: Segment, name: str) -> _Form:
-    for form in forms(segment):
+def _form_named(segment: Segment, sizes: Sizes, name: str) -> _Form:
+    for form in forms(segment, sizes):
         if form.name == name:
             return form
     raise CandidateRejectedError(f"this segment has no form {name!r}")

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes
-from cudnn_fusion.evaluate import Convolve, conv2d, evaluate
+from cudnn_fusion.evaluate import Convolve, convolution, evaluate_segment, on_images, padded
 from cudnn_fusion.plan import Candidate
-from cudnn_fusion.segment import Operation, Segment, to_layout
+from cudnn_fusion.segment import OUTPUT, Operation, Segment, to_layout
 
 REFERENCE_FORM = "channels_last"
 """The form that serves when no plan does: one torch call an operation, channels-last throughout."""
@@ -37,7 +37,9 @@ class TorchPlan:
         self, operands: Operands, workspace: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `ReadyPlan.run`."""
-        result = to_layout(evaluate(self.segment.operations, operands, self.convolve), "channels_last")
+        result = to_layout(
+            evaluate_segment(self.segment, operands, self.convolve), self.segment.operand(OUTPUT).layout
+        )
         return result if out is None else out.copy_(result)
 
 
@@ -52,9 +54,10 @@ class TorchEngine:
     def candidates(self, segment: Segment, sizes: Sizes) -> list[Candidate]:
         """Every form that applies to the sizes, the reference form first."""
         forms = [REFERENCE_FORM]
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and segment.operations:
             forms.append("row_major")
-            if segment.operations[0].attribute("groups") == 1:
+            conv = segment.operations[0]
+            if conv.kind in ("conv1d", "conv2d") and conv.attribute("groups") == 1:
                 forms.append("unfold_matmul")
             if _is_one_dimensional(segment, sizes):
                 forms.append("conv1d")
@@ -75,9 +78,11 @@ class TorchEngine:
 
 
 def _is_one_dimensional(segment: Segment, sizes: Sizes) -> bool:
+    """Whether it is a 2-D convolution along H alone."""
     conv = segment.operations[0]
     return (
-        sizes["x"][3] == sizes["w"][3] == 1
+        conv.kind == "conv2d"
+        and sizes["x"][3] == sizes["w"][3] == 1
         and conv.attribute("padding_before")[1] == conv.attribute("padding_after")[1] == 0
     )
 
@@ -85,7 +90,7 @@ def _is_one_dimensional(segment: Segment, sizes: Sizes) -> bool:
 def _row_major(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, operation: Operation
 ) -> torch.Tensor:
-    return conv2d(x.contiguous(), w.contiguous(), bias, operation)
+    return convolution(x.contiguous(), w.contiguous(), bias, operation)
 
 
 def _conv1d(
@@ -106,22 +111,22 @@ def _conv1d(
     ).unsqueeze(3)
 
 
+@on_images
 def _unfold_matmul(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, operation: Operation
 ) -> torch.Tensor:
-    before, after = operation.attribute("padding_before"), operation.attribute("padding_after")
-    padded = F.pad(x, (before[1], after[1], before[0], after[0]))
+    whole = padded(x, operation)
     stride, dilation = operation.attribute("stride"), operation.attribute("dilation")
     k, _, r, s = w.shape
-    p = (padded.shape[2] - dilation[0] * (r - 1) - 1) // stride[0] + 1
-    q = (padded.shape[3] - dilation[1] * (s - 1) - 1) // stride[1] + 1
-    columns = F.unfold(padded, (r, s), dilation, 0, stride)
+    p = (whole.shape[2] - dilation[0] * (r - 1) - 1) // stride[0] + 1
+    q = (whole.shape[3] - dilation[1] * (s - 1) - 1) // stride[1] + 1
+    columns = F.unfold(whole, (r, s), dilation, 0, stride)
     result = torch.matmul(w.reshape(k, -1), columns).view(x.shape[0], k, p, q)
     return result if bias is None else result + bias
 
 
 _FORMS: dict[str, Convolve] = {
-    REFERENCE_FORM: conv2d,
+    REFERENCE_FORM: convolution,
     "row_major": _row_major,
     "conv1d": _conv1d,
     "unfold_matmul": _unfold_matmul,

@@ -1,0 +1,118 @@
+"""The benchmarks' networks are those of their publications, keep their values in range, and can be served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import program_of, run_in_torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.networks import NETWORKS
+from cudnn_fusion.lowered import Program
+from cudnn_fusion.partition import partition
+
+# As published; the U-Net's, whose upsampling is not the publication's, as its layers add up.
+PARAMETERS = {
+    "resnet50": 25_557_032,
+    "resnext50": 25_028_904,
+    "unet": 31_384_898,
+    "yolo": 61_949_149,
+    "convnext_tiny": 28_589_128,
+}
+# The smallest at which every feature map has elements: a CPU is slow in half precision.
+EXPORTED_AT = {"resnet50": 32, "resnext50": 32, "unet": 16, "yolo": 32, "convnext_tiny": 32}
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def network(name: str) -> nn.Module:
+    return NETWORKS[name].make()
+
+
+def images(batch: int, size: int) -> torch.Tensor:
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def exported(name: str, network: nn.Module, precision: str) -> Program:
+    size = EXPORTED_AT[name]
+    dtype = {"fp16": "FP16", "fp32": "FP32"}[precision]
+    return program_of(network, f"x:{dtype}[batch=1..32,3,{size},{size}]", precision=precision)
+
+
+def module_answers(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return pytree.tree_leaves(network(x))
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    expected = other.state_dict()
+    for key, tensor in one.state_dict().items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+def test_it_has_as_many_parameters_as_published(name: str, network: nn.Module) -> None:
+    assert sum(parameter.numel() for parameter in network.parameters()) == PARAMETERS[name]
+
+
+def test_it_is_the_same_every_time(name: str, network: nn.Module) -> None:
+    assert not network.training
+    assert_same_weights(NETWORKS[name].make(), network)
+
+
+def test_the_number_of_threads_does_not_change_the_weights() -> None:
+    threads = torch.get_num_threads()
+    made = []
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        made.append(NETWORKS["resnet50"].make())
+    torch.set_num_threads(threads)
+    assert_same_weights(*made)
+
+
+def test_values_neither_vanish_nor_explode(network: nn.Module) -> None:
+    seen: list[tuple[str, torch.Tensor]] = []
+    hooks = [
+        part.register_forward_hook(
+            lambda _, __, result, path=path: seen.extend((path, x) for x in pytree.tree_leaves(result))
+        )
+        for path, part in network.named_modules()
+    ]
+    with torch.inference_mode():
+        network(images(2, 96))
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) > 40
+    for path, x in seen:
+        assert torch.isfinite(x).all(), path
+        assert 1e-2 < x.std() < 1e2, path
+        assert x.abs().max() < 1e3, path
+
+
+def test_exported_in_half_precision_every_convolution_is_fused_and_answers_stay(
+    name: str, network: nn.Module
+) -> None:
+    program = exported(name, network, "fp16")
+    assert program.batch_axis == "batch"
+    found = partition(program)
+    assert len(found.sites) == sum(isinstance(part, nn.Conv2d) for part in network.modules())
+    assert not [left for left in found.left if "conv" in left.op or "batch_norm" in left.op]
+    activations = sum(isinstance(part, nn.ReLU | nn.SiLU) for part in network.modules())
+    fused = [site for site in found.sites if {"relu", "silu"} & {op.kind for op in site.segment.operations}]
+    assert len(fused) >= activations
+    x = images(2, EXPORTED_AT[name])
+    for answer, expected in zip(run_in_torch(program, x.half()), module_answers(network, x), strict=True):
+        assert (answer.float() - expected).norm() < 2e-2 * expected.norm()
+
+
+def test_exported_in_single_precision_it_computes_what_the_network_does(
+    name: str, network: nn.Module
+) -> None:
+    program = exported(name, network, "fp32")
+    x = images(2, EXPORTED_AT[name])
+    for found, expected in zip(run_in_torch(program, x), module_answers(network, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
