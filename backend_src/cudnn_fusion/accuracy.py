@@ -99,6 +99,12 @@ def poison(segment: Segment, sizes: Mapping[str, Dims], device: torch.device) ->
     return out.fill_(math.nan)
 
 
+def poisoned_workspace(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """A workspace full of NaN, as other plans may leave it: fresh memory is often zero, which would hide that
+    a plan reads what it has not written."""
+    return torch.full((size_bytes,), 255, dtype=torch.uint8, device=device)
+
+
 def nan_refusal(result: torch.Tensor, torch_result: torch.Tensor) -> str | None:
     """The reason to refuse a plan that drops a NaN which torch keeps, or spreads one that torch does not.
 

@@ -56,7 +56,7 @@ class Judge:
     def _run(self, ready: ReadyPlan, operands: Tensors) -> torch.Tensor:
         x = operands["x"]
         out = accuracy.poison(self._segment, self._sizes, x.device)
-        workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=x.device)
+        workspace = accuracy.poisoned_workspace(ready.workspace_bytes, x.device)
         result = ready.run(operands, workspace, out)
         if x.device.type == "cuda":
             # A buffer error shows only here, and must be this candidate's.

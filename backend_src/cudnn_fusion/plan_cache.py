@@ -254,7 +254,7 @@ def run_once(
 ) -> torch.Tensor:
     """A plan's result for generated operands, in a poisoned output, synchronised."""
     operands = accuracy.generated_operands(segment, sizes, seed, device)
-    workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=device)
+    workspace = accuracy.poisoned_workspace(ready.workspace_bytes, device)
     out = accuracy.poison(segment, sizes, device)
     result = ready.run(operands, workspace, out)
     if device.type == "cuda":
