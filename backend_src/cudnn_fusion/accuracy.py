@@ -129,7 +129,7 @@ def generated_operands(
     for index, operand in enumerate(segment.inputs):
         dims = tuple(sizes[operand.name])
         values = _hashed(math.prod(dims), seed * 1009 + index, device)
-        if operand.name == "w" and segment.operations:
+        if operand.name == "w":
             values = values / math.sqrt(max(1, _products_in_a_sum(segment.operations[0], dims)))
         tensor = empty(dims, operand.layout, getattr(torch, operand.dtype), device)
         operands[operand.name] = tensor.copy_(values.view(dims))

@@ -6,6 +6,7 @@ to do: so other processes build what this one checks and times.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Engine, Sizes
+from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, Sizes, reason_of
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine, form_names
 from cudnn_fusion.segment import Dims, Segment
 
@@ -35,10 +36,8 @@ def build_all(engine: Engine, segment: Segment, sizes: Sizes, form: str | None =
             continue
         try:
             yield candidate.label(), engine.build(segment, sizes, candidate)
-        except CandidateRejectedError as error:
-            yield candidate.label(), str(error)
-        except (RuntimeError, ValueError, TypeError) as error:
-            yield candidate.label(), f"is not built: {' '.join(str(error).split())[:200]}"
+        except FAILURES as failure:
+            yield candidate.label(), reason_of(failure, "is not built")
 
 
 class Builders:
@@ -56,21 +55,20 @@ class Builders:
         """Has the candidates of these segments built, in this order."""
         for segment, sizes in wanted:
             for form in form_names(segment, sizes):
-                key = _key(segment, sizes, form)
-                if key not in self._pending:
-                    self._pending[key] = self._pool.submit(
+                # A pool with a dead worker takes nothing more.
+                with contextlib.suppress(BrokenProcessPool):
+                    self._pending[_key(segment, sizes, form)] = self._pool.submit(
                         _build, self._engine.device.index or 0, segment, dict(sizes), form
                     )
 
     def built(self, segment: Segment, sizes: Sizes) -> Iterable[Built]:
-        """What was built of a segment's candidates; waits for it. In this process where a worker has died."""
-        self.start([(segment, sizes)])
+        """What was built of a segment's candidates; waits for it. What no worker builds is built here."""
         for form in form_names(segment, sizes):
-            pending = self._pending.pop(_key(segment, sizes, form))
-            try:
-                yield from pending.result()
-            except BrokenProcessPool:
-                yield from build_all(self._engine, segment, sizes, form)
+            pending = self._pending.pop(_key(segment, sizes, form), None)
+            built: Iterable[Built] = build_all(self._engine, segment, sizes, form)
+            with contextlib.suppress(BrokenProcessPool):
+                built = built if pending is None else pending.result()
+            yield from built
 
     def close(self) -> None:
         """Ends the workers; what is not built yet is left out."""

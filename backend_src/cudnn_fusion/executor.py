@@ -13,9 +13,9 @@ import torch
 from cudnn_fusion.engines.base import Sizes
 from cudnn_fusion.interpreter import Interpreter, Replacement, infer_shapes, recorded_shapes
 from cudnn_fusion.lowered import Program
-from cudnn_fusion.partition import Partition, SegmentSite
+from cudnn_fusion.partition import Partition
 from cudnn_fusion.plan_cache import Served, worst
-from cudnn_fusion.segment import empty, per_channel_dims, to_layout
+from cudnn_fusion.segment import SegmentSite, empty, per_channel_dims, to_layout
 from cudnn_fusion.shapes import Bucket
 
 WARM_UP_RUNS = 2
@@ -90,9 +90,8 @@ def site_weights(site: SegmentSite, weights: Mapping[str, torch.Tensor]) -> dict
 
 
 def _weight_dims(site: SegmentSite, name: str, weights: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-    """Beside a convolution's weight there are only per-channel ones."""
     weight = weights[site.value(name)]
-    if name == "w" or not site.segment.operations:
+    if not site.segment.is_per_channel(name):
         return tuple(weight.shape)
     return per_channel_dims(weight.numel(), weights[site.value("w")].dim())
 
@@ -230,7 +229,7 @@ def _laid_out(program: Program, partition: Partition, device: torch.device) -> d
         site.value(operand.name): operand.layout
         for site in reversed(partition.sites)
         for operand in site.segment.inputs
-        if operand.role == "weight" and (operand.name == "w" or not site.segment.operations)
+        if operand.role == "weight" and not site.segment.is_per_channel(operand.name)
     }
     return {
         name: to_layout(weight.to(device), layouts[name]) if name in layouts else weight.to(device)

@@ -30,7 +30,8 @@ from cudnn_fusion.dims import axis_names
 FORMAT_VERSION = 1
 PROGRAM_FILE = "program.json"
 WEIGHTS_FILE = "weights.safetensors"
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+PRECISIONS = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Precision modes, and the type of values in each."""
 
 
 class ProgramError(ValueError):
@@ -370,6 +371,22 @@ def references(argument: Argument) -> tuple[str, ...]:
 def node_references(node: Node) -> tuple[str, ...]:
     """The names of the values that ``node`` reads, in order."""
     return references(node.args) + references(tuple(value for _, value in node.kwargs))
+
+
+def renamed(node: Node, names: Mapping[str, str]) -> Node:
+    """The node reading other values: those that ``names`` has a new name for."""
+
+    def rename(argument: Argument) -> Argument:
+        if isinstance(argument, Ref):
+            return Ref(names.get(argument.name, argument.name))
+        if isinstance(argument, tuple):
+            return tuple(rename(part) for part in argument)
+        return argument
+
+    if not any(name in names for name in node_references(node)):
+        return node
+    kwargs = tuple((key, rename(value)) for key, value in node.kwargs)
+    return replace(node, args=tuple(rename(part) for part in node.args), kwargs=kwargs)
 
 
 def _validate(program: Program) -> None:

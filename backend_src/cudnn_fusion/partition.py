@@ -17,7 +17,6 @@ from cudnn_fusion.segment import (
     ACTIVATIONS,
     CHANNELS_LAST,
     FLOATING,
-    OUTPUT,
     PADDED,
     TRANSPOSED,
     Attribute,
@@ -25,8 +24,10 @@ from cudnn_fusion.segment import (
     Operand,
     Operation,
     Segment,
+    SegmentSite,
     per_channel_dims,
 )
+from cudnn_fusion.values import Values
 
 _ACTIVATIONS = {
     "aten.relu.default": "relu",
@@ -39,24 +40,6 @@ _ACTIVATIONS = {
 }
 _RANKS = CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS
 _BATCHES = {1: "sequences [N, C, L]", 2: "images [N, C, H, W]", 3: "volumes [N, C, D, H, W]"}
-
-
-@dataclass(frozen=True)
-class SegmentSite:
-    """A segment's place in a program.
-
-    ``values`` maps operand names to the names of the program's values, ``y`` to the one the site produces.
-    ``covers`` holds every node that the segment stands for; ``name`` is its convolution's.
-    """
-
-    name: str
-    segment: Segment
-    values: tuple[tuple[str, str], ...]
-    covers: frozenset[str]
-
-    def value(self, operand: str) -> str:
-        """The program value that ``operand`` is; KeyError if the segment has no such operand."""
-        return dict(self.values)[operand]
 
 
 @dataclass(frozen=True)
@@ -117,12 +100,7 @@ class _Partitioner:
     def __init__(self, program: Program, with_regions: bool) -> None:
         self.program = program
         self.with_regions = with_regions
-        self.nodes = {node.name: node for node in program.nodes}
-        self.users: dict[str, list[Node]] = {}
-        for node in program.nodes:
-            for name in node_references(node):
-                self.users.setdefault(name, []).append(node)
-        self.results = {spec.value for spec in program.outputs}
+        self.values = Values(program)
         self.covered: set[str] = set()
 
     def run(self) -> Partition:
@@ -138,10 +116,10 @@ class _Partitioner:
             site = self._grow(node)
             self.covered |= site.covers
             sites.append(site)
-        for found in find_regions(self.program, frozenset(self.covered)) if self.with_regions else ():
-            name = dict(found.values)[OUTPUT]
-            sites.append(SegmentSite(name, found.region, found.values, found.covers))
-            self.covered |= found.covers
+        if self.with_regions:
+            regions = find_regions(self.program, self.values, self.covered)
+            sites += regions
+            self.covered.update(*(region.covers for region in regions))
         left = tuple(
             LeftToTorch(node.name, node.op, reasons.get(node.name) or _why_left(node))
             for node in self.program.nodes
@@ -152,7 +130,7 @@ class _Partitioner:
     def _refusal(self, node: Node) -> str | None:
         x, w, bias, *_ = conv_arguments(node)
         rank = _RANKS[node.op]
-        if not (isinstance(x, Ref) and len(self._dims(x.name) or ()) == rank + 2):
+        if not (isinstance(x, Ref) and len(self.values.dims(x.name) or ()) == rank + 2):
             return f"its input is not a batch of {_BATCHES[rank]}"
         if not (isinstance(w, Ref) and w.name in self.program.weights):
             return "its weight is computed while the model runs"
@@ -170,9 +148,9 @@ class _Partitioner:
         source = cast(Ref, x).name
         before = after = cast(Dims, conv_arguments(conv)[4])
         covers = {conv.name}
-        pad = self.nodes.get(source)
+        pad = self.values.nodes.get(source)
         sides = None
-        if pad is not None and conv.op in CONVOLUTIONS and self._only_user(pad.name):
+        if pad is not None and conv.op in CONVOLUTIONS and self.values.only_user(pad.name):
             sides = _zero_padding(pad, _RANKS[conv.op])
         if pad is not None and sides is not None:
             before = tuple(a + b for a, b in zip(before, sides[0], strict=True))
@@ -216,7 +194,7 @@ class _Partitioner:
 
     def _extend(self, chain: _Chain) -> bool:
         """Takes the chain's only user into it if it can."""
-        node = self._only_user(chain.end.name)
+        node = self.values.only_user(chain.end.name)
         if node is None or node.name in self.covered or node.dtype != chain.end.dtype:
             return False
         dtype = cast(str, node.dtype)
@@ -236,7 +214,7 @@ class _Partitioner:
             return False
         if per_channel:
             return chain.take_per_channel(node, "shift", other)
-        same_shape = self._dims(other) == chain.end.shape and self._dtype(other) == dtype
+        same_shape = self.values.dims(other) == chain.end.shape and self.values.dtype(other) == dtype
         if same_shape and "residual" not in chain.values:
             chain.take(node, Operation("add", "residual"), other, "input", dtype)
             return True
@@ -250,12 +228,8 @@ class _Partitioner:
         """
         following: Node | None = node
         while following is not None and following.op in ("aten.mul.Tensor", "aten.add.Tensor"):
-            following = self._only_user(following.name)
-        return self.with_regions and following is not None and can_be_in_region(self.program, following)
-
-    def _only_user(self, name: str) -> Node | None:
-        users = self.users.get(name, [])
-        return users[0] if len(users) == 1 and name not in self.results else None
+            following = self.values.only_user(following.name)
+        return self.with_regions and following is not None and can_be_in_region(following)
 
     def _is_per_channel(self, name: str, like: Node) -> bool:
         weight = self.program.weights.get(name)
@@ -266,20 +240,6 @@ class _Partitioner:
             return False
         dims = per_channel_dims(channels, len(like.shape))
         return tuple(weight.shape) in (dims, dims[1:]) and dtype_name(weight.dtype) == like.dtype
-
-    def _dims(self, name: str) -> tuple[int | str, ...] | None:
-        if name in self.nodes:
-            return self.nodes[name].shape
-        if name in self.program.weights:
-            return tuple(self.program.weights[name].shape)
-        return next((spec.shape for spec in self.program.inputs if spec.value == name), None)
-
-    def _dtype(self, name: str) -> str | None:
-        if name in self.nodes:
-            return self.nodes[name].dtype
-        if name in self.program.weights:
-            return dtype_name(self.program.weights[name].dtype)
-        return next((spec.dtype for spec in self.program.inputs if spec.value == name), None)
 
 
 def _convolution(conv: Node, before: Dims, after: Dims) -> Operation:

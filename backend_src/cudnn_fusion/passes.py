@@ -32,6 +32,7 @@ from cudnn_fusion.lowered import (
     Ref,
     dtype_name,
     node_references,
+    renamed,
 )
 
 _BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
@@ -69,13 +70,13 @@ def remove_copies(program: Program) -> Program:
     same: dict[str, str] = {}
     kept = []
     for node in program.nodes:
-        renamed = _rename(node, same)
-        if _is_copy(renamed, dtypes):
-            source = renamed.args[0]
+        reading = renamed(node, same)
+        if _is_copy(reading, dtypes):
+            source = reading.args[0]
             assert isinstance(source, Ref)
             same[node.name] = source.name
         else:
-            kept.append(renamed)
+            kept.append(reading)
     notes = [f"operations removed because they only copy: {len(same)}"] if same else []
     return _rebuilt(program, kept, same, notes)
 
@@ -170,7 +171,7 @@ def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) ->
         same[result.name] = conv.name
         removed |= {norm.name, result.name}
         notes.append(f"folded {norm.name} into {conv.name}")
-    kept = [_rename(changed.get(node.name, node), same) for node in program.nodes if node.name not in removed]
+    kept = [renamed(changed.get(node.name, node), same) for node in program.nodes if node.name not in removed]
     return _rebuilt(replace(program, weights=weights), kept, same, notes)
 
 
@@ -350,20 +351,6 @@ def _all_names(program: Program) -> Callable[[str], str]:
         return name
 
     return fresh
-
-
-def _rename(node: Node, same: Mapping[str, str]) -> Node:
-    def renamed(argument: Argument) -> Argument:
-        if isinstance(argument, Ref):
-            return Ref(same.get(argument.name, argument.name))
-        if isinstance(argument, tuple):
-            return tuple(renamed(part) for part in argument)
-        return argument
-
-    if not any(name in same for name in node_references(node)):
-        return node
-    kwargs = tuple((key, renamed(value)) for key, value in node.kwargs)
-    return replace(node, args=tuple(renamed(part) for part in node.args), kwargs=kwargs)
 
 
 def _rebuilt(program: Program, nodes: list[Node], same: Mapping[str, str], notes: list[str]) -> Program:

@@ -29,12 +29,6 @@ from cudnn_fusion.lowering import lower
 from cudnn_fusion.operations import is_random
 from cudnn_fusion.passes import optimize
 
-_DTYPE_OF = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 # Largest relative root-mean-square difference from the model that rounding explains.
 _ROUNDING = {"fp32": 1e-3, "tf32": 1e-3, "fp16": 3e-2, "bf16": 1e-1}
 
@@ -122,8 +116,8 @@ def export_program(
     declarations = _in_parameter_order(module, declarations)
     named = chain(module.named_parameters(), module.named_buffers())
     originals = {key: tensor.detach().clone() for key, tensor in named}
-    _cast(module, _DTYPE_OF[precision])
-    exported = _export(module, declarations, _DTYPE_OF[precision])
+    _cast(module, getattr(torch, PRECISIONS[precision]))
+    exported = _export(module, declarations, getattr(torch, PRECISIONS[precision]))
     program = lower(exported, name, precision, declarations, output_names)
     program = optimize(program, originals)
     comparison = _check_against(module, program, declarations)
@@ -266,7 +260,7 @@ def _check_against(
         return "not compared with the model, because it draws random numbers"
     smallest = {axis.name: axis.minimum for axis in program.axes}
     inputs = random_inputs(program.inputs, smallest, seed=0)
-    dtype = _DTYPE_OF[program.precision]
+    dtype = getattr(torch, PRECISIONS[program.precision])
     fed = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
     args, kwargs, _ = _arguments(module, declarations, fed, [None] * len(fed))
     try:

@@ -8,31 +8,42 @@ are used inside of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from cudnn_fusion.interpreter import callable_of
-from cudnn_fusion.lowered import Argument, Constant, Node, Program, Ref, encode_node, node_references
+from cudnn_fusion.lowered import (
+    PRECISIONS,
+    Argument,
+    Constant,
+    Node,
+    Program,
+    Ref,
+    encode_node,
+    node_references,
+    renamed,
+)
 from cudnn_fusion.operations import resolve
 from cudnn_fusion.plan import canonical_json
-from cudnn_fusion.segment import FLOATING, OUTPUT, Operand, Segment
+from cudnn_fusion.segment import CHANNELS_LAST, FLOATING, OUTPUT, Operand, Segment, SegmentSite
+from cudnn_fusion.values import Values
 
-_REDUCING = (
+
+def _packets(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+_COMPUTING = _packets(
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d _adaptive_avg_pool2d mean sum amax amin softmax _softmax layer_norm "
-    "native_layer_norm group_norm rms_norm batch_norm"
-)
-_MOVING = (
+    "native_layer_norm group_norm rms_norm batch_norm "
     "cat upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d pad constant_pad_nd "
     "stack pixel_shuffle pixel_unshuffle roll"
 )
-_VIEWS = "permute transpose unsqueeze squeeze select slice clone contiguous flatten"
-
-_COMPUTING = frozenset(f"aten.{name}" for name in f"{_REDUCING} {_MOVING}".split())
-_ALLOWED = _COMPUTING | frozenset(f"aten.{name}" for name in _VIEWS.split())
+_VIEWS = _packets("permute transpose unsqueeze squeeze select slice clone contiguous flatten")
 
 MAX_NODES = 48
 """Nodes of one region: a longer one is cut, which costs a read and a write of one value."""
@@ -63,25 +74,26 @@ class Region(Segment):
 
 def evaluate_region(region: Region, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """``y`` in torch, in the operands' dtype: float64 operands give the reference."""
-    values: dict[str, Any] = dict(operands)
-    for node in region.nodes:
-        args = [_filled(argument, values) for argument in node.args]
-        kwargs = {key: _filled(argument, values) for key, argument in node.kwargs}
-        values[node.name] = callable_of(node.op)(*args, **kwargs)
-    result: torch.Tensor = values[region.nodes[-1].name]
+    result: torch.Tensor = _last_value(region, operands, lambda call, args, kwargs: call(*args, **kwargs))
     return result
 
 
 def region_module(region: Region) -> torch.fx.GraphModule:
     """The region as a module for torch's compiler; takes the operands in the order of ``region.inputs``."""
     graph = torch.fx.Graph()
-    values: dict[str, Any] = {operand.name: graph.placeholder(operand.name) for operand in region.inputs}
+    operands = {operand.name: graph.placeholder(operand.name) for operand in region.inputs}
+    graph.output(_last_value(region, operands, graph.call_function))
+    return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _last_value(region: Region, operands: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+    """What ``call(function, arguments, keyword arguments)`` gives for the last node."""
+    values = dict(operands)
     for node in region.nodes:
         args = tuple(_filled(argument, values) for argument in node.args)
         kwargs = {key: _filled(argument, values) for key, argument in node.kwargs}
-        values[node.name] = graph.call_function(callable_of(node.op), args, kwargs)
-    graph.output(values[region.nodes[-1].name])
-    return torch.fx.GraphModule(torch.nn.Module(), graph)
+        values[node.name] = call(callable_of(node.op), args, kwargs)
+    return values[region.nodes[-1].name]
 
 
 def _filled(argument: Argument, values: Mapping[str, Any]) -> Any:
@@ -92,34 +104,26 @@ def _filled(argument: Argument, values: Mapping[str, Any]) -> Any:
     return argument
 
 
-@dataclass(frozen=True)
-class FoundRegion:
-    """A region's place in a program: operand names with the program's values, and the nodes it stands for."""
-
-    region: Region
-    values: tuple[tuple[str, str], ...]
-    covers: frozenset[str]
-
-
-def find_regions(program: Program, taken: frozenset[str]) -> list[FoundRegion]:
+def find_regions(program: Program, values: Values, taken: Collection[str]) -> list[SegmentSite]:
     """All regions of the nodes outside of ``taken``, in the program's order."""
-    return _Finder(program, taken).run()
+    return _Finder(program, values, taken).run()
 
 
-def can_be_in_region(program: Program, node: Node) -> bool:
+def can_be_in_region(node: Node) -> bool:
     """Whether an operation may be in a region: on floating tensors alone, with arguments that are fixed."""
     if node.shape is None or node.dtype not in FLOATING or not node.op.startswith("aten."):
         return False
-    packet = node.op.rpartition(".")[0]
-    if packet not in _ALLOWED and not _is_pointwise(node.op):
+    if node.op.rpartition(".")[0] not in _VIEWS and not _computes(node):
         return False
     arguments = [*node.args, *(value for _, value in node.kwargs)]
     return not any(_has_constant(argument) for argument in arguments)
 
 
-def _is_pointwise(op: str) -> bool:
-    function = resolve(op)
-    return isinstance(function, torch._ops.OpOverload) and torch.Tag.pointwise in function.tags
+def _computes(node: Node) -> bool:
+    """Whether more is done than to see a value otherwise, which torch does for nothing."""
+    function = resolve(node.op)
+    pointwise = isinstance(function, torch._ops.OpOverload) and torch.Tag.pointwise in function.tags
+    return pointwise or node.op.rpartition(".")[0] in _COMPUTING
 
 
 def _has_constant(argument: Argument) -> bool:
@@ -129,54 +133,31 @@ def _has_constant(argument: Argument) -> bool:
 
 
 class _Finder:
-    def __init__(self, program: Program, taken: frozenset[str]) -> None:
+    def __init__(self, program: Program, values: Values, taken: Collection[str]) -> None:
         self.program = program
-        self.nodes = {node.name: node for node in program.nodes}
-        self.users: dict[str, set[str]] = {}
-        for node in program.nodes:
-            for name in node_references(node):
-                self.users.setdefault(name, set()).add(node.name)
-        self.results = {spec.value for spec in program.outputs}
-        self.inputs = {spec.value: spec for spec in program.inputs}
+        self.values = values
+        self.dtype = PRECISIONS[program.precision]
         self.free = {
             node.name
             for node in program.nodes
-            if node.name not in taken and can_be_in_region(program, node) and self._reads_tensors(node)
+            if node.name not in taken and can_be_in_region(node) and self._reads_tensors(node)
         }
 
-    def run(self) -> list[FoundRegion]:
-        found: list[FoundRegion] = []
+    def run(self) -> list[SegmentSite]:
+        found: list[SegmentSite] = []
         for node in reversed(self.program.nodes):
-            if node.name not in self.free or not self._ends_one(node):
-                continue
-            members = self._grow(node)
-            self.free -= members
-            # Views alone move nothing: torch does them for nothing.
-            if any(self._computes(self.nodes[name]) for name in members):
-                found.append(self._region(members))
+            if node.name in self.free and node.dtype == self.dtype and _computes(node):
+                members = self._grow(node)
+                self.free -= members
+                found.append(self._site(members))
         return found[::-1]
-
-    def _ends_one(self, node: Node) -> bool:
-        return node.dtype == self.program_dtype and self._computes(node)
-
-    @property
-    def program_dtype(self) -> str:
-        return {"fp16": "float16", "bf16": "bfloat16"}.get(self.program.precision, "float32")
-
-    def _computes(self, node: Node) -> bool:
-        return node.op.rpartition(".")[0] in _COMPUTING or _is_pointwise(node.op)
 
     def _reads_tensors(self, node: Node) -> bool:
         """Whether all that the node reads are tensors of the program's type."""
-        return all(self._dtype(name) == self.program_dtype for name in node_references(node))
-
-    def _dtype(self, name: str) -> str | None:
-        if name in self.nodes:
-            node = self.nodes[name]
-            return None if node.shape is None else node.dtype
-        if name in self.program.weights:
-            return str(self.program.weights[name].dtype).removeprefix("torch.")
-        return self.inputs[name].dtype if name in self.inputs else None
+        return all(
+            self.values.dims(name) is not None and self.values.dtype(name) == self.dtype
+            for name in node_references(node)
+        )
 
     def _grow(self, end: Node) -> set[str]:
         """``end`` and all before it that only it and they need."""
@@ -184,62 +165,32 @@ class _Finder:
         waiting = [end]
         while waiting and len(members) < MAX_NODES:
             for name in node_references(waiting.pop()):
-                used_inside = self.users.get(name, set()) <= members and name not in self.results
+                users = {user.name for user in self.values.users.get(name, [])}
+                used_inside = users <= members and name not in self.values.results
                 if name in self.free and name not in members and used_inside:
                     members.add(name)
-                    waiting.append(self.nodes[name])
+                    waiting.append(self.values.nodes[name])
         return members
 
-    def _region(self, members: set[str]) -> FoundRegion:
+    def _site(self, members: set[str]) -> SegmentSite:
         ordered = [node for node in self.program.nodes if node.name in members]
         names: dict[str, str] = {}
         operands: list[Operand] = []
-        values: dict[str, str] = {}
         changing = 0
-        outside = [r for node in ordered for r in node_references(node) if r not in members]
-        for value in dict.fromkeys(outside):
+        for value in dict.fromkeys(r for node in ordered for r in node_references(node) if r not in members):
             weight = value in self.program.weights
-            name = f"p{len(operands)}" if weight else (f"x{changing}" if changing else "x")
+            names[value] = f"p{len(operands)}" if weight else (f"x{changing}" if changing else "x")
             changing += not weight
-            dims = self._rank(value)
-            dtype = self._dtype(value) or ""
-            operands.append(Operand(name, dtype, layout_of_rank(dims), "weight" if weight else "input"))
-            names[value], values[name] = name, value
-        nodes: list[Node] = []
-        for number, node in enumerate(ordered):
-            names[node.name] = f"n{number}"
-            nodes.append(_renamed(node, names))
-        end = ordered[-1]
-        operands.append(Operand(OUTPUT, str(end.dtype), layout_of_rank(len(end.shape or ())), "output"))
-        values[OUTPUT] = end.name
-        region = Region((), tuple(operands), self.program.precision, tuple(nodes))
-        return FoundRegion(region, tuple(values.items()), frozenset(members))
+            operands.append(self._operand(names[value], value, "weight" if weight else "input"))
+        values = [(name, value) for value, name in names.items()]
+        names |= {node.name: f"n{number}" for number, node in enumerate(ordered)}
+        nodes = tuple(replace(renamed(node, names), name=names[node.name], shape=None) for node in ordered)
+        end = ordered[-1].name
+        operands.append(self._operand(OUTPUT, end, "output"))
+        region = Region((), tuple(operands), self.program.precision, nodes)
+        return SegmentSite(end, region, (*values, (OUTPUT, end)), frozenset(members))
 
-    def _rank(self, value: str) -> int:
-        if value in self.nodes:
-            return len(self.nodes[value].shape or ())
-        if value in self.program.weights:
-            return self.program.weights[value].dim()
-        return len(self.inputs[value].shape)
-
-
-def layout_of_rank(rank: int) -> str:
-    """Images and volumes lie channels-last throughout, all else row-major."""
-    return "channels_last" if rank in (4, 5) else "row_major"
-
-
-def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    def renamed(argument: Argument) -> Argument:
-        if isinstance(argument, Ref):
-            return Ref(names[argument.name])
-        if isinstance(argument, tuple):
-            return tuple(renamed(part) for part in argument)
-        return argument
-
-    return replace(
-        node,
-        name=names[node.name],
-        args=tuple(renamed(argument) for argument in node.args),
-        kwargs=tuple((key, renamed(value)) for key, value in node.kwargs),
-        shape=None,
-    )
+    def _operand(self, name: str, value: str, role: str) -> Operand:
+        """Images and volumes lie channels-last throughout, all else row-major."""
+        rank = len(self.values.dims(value) or ())
+        return Operand(name, self.dtype, CHANNELS_LAST if rank in (4, 5) else "row_major", role)

@@ -11,10 +11,10 @@ from cudnn_fusion.environment import Compatibility, Provenance, compare
 from cudnn_fusion.executor import site_sizes
 from cudnn_fusion.interpreter import infer_shapes
 from cudnn_fusion.lowered import Program
-from cudnn_fusion.partition import LeftToTorch, Partition, SegmentSite, partition
+from cudnn_fusion.partition import LeftToTorch, Partition, partition
 from cudnn_fusion.plan import BucketRecord, Plan
 from cudnn_fusion.plan_store import Found, PlanStore
-from cudnn_fusion.segment import Dims
+from cudnn_fusion.segment import Dims, SegmentSite
 from cudnn_fusion.shapes import Bucket, BucketChoice, choose
 
 FALLBACK_ENGINES = (0, 1)

@@ -117,6 +117,10 @@ class Segment:
         """The operand called ``name``; KeyError if there is none."""
         return {o.name: o for o in self.operands}[name]
 
+    def is_per_channel(self, operand: str) -> bool:
+        """Whether an operand has one element a channel: its dims follow from the value it meets."""
+        return any(op.operand == operand and op.kind in ("bias", "scale", "shift") for op in self.operations)
+
     def describe(self) -> str:
         """Short text: ``conv2d+bias+relu``."""
         return "+".join(op.kind for op in self.operations)
@@ -145,6 +149,25 @@ class Segment:
             precision=self.precision,
             validation=validation,
         )
+
+
+@dataclass(frozen=True)
+class SegmentSite:
+    """A segment's place in a program.
+
+    ``values`` maps operand names to the names of the program's values, ``y`` to the one the site produces.
+    ``covers`` holds every node that the segment stands for; ``name`` is its
+    convolution's, for a region its last node's.
+    """
+
+    name: str
+    segment: Segment
+    values: tuple[tuple[str, str], ...]
+    covers: frozenset[str]
+
+    def value(self, operand: str) -> str:
+        """The program value that ``operand`` is; KeyError if the segment has no such operand."""
+        return dict(self.values)[operand]
 
 
 def per_channel_dims(channels: int, rank: int) -> Dims:

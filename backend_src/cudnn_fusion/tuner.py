@@ -10,7 +10,7 @@ import torch
 
 from cudnn_fusion import accuracy
 from cudnn_fusion.builders import Builders, build_all
-from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Engine, ReadyPlan, Sizes
+from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, ReadyPlan, Sizes, reason_of
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM
 from cudnn_fusion.environment import Compatibility, Provenance
@@ -18,17 +18,14 @@ from cudnn_fusion.executor import Executor, Resources, input_dims, site_weights
 from cudnn_fusion.interpreter import Interpreter
 from cudnn_fusion.judge import Judge, Tensors
 from cudnn_fusion.lowered import Program
-from cudnn_fusion.partition import SegmentSite
 from cudnn_fusion.plan import BucketRecord, Candidate, Errors, Plan, PlanKey, now_text, sha256_hex
 from cudnn_fusion.plan_cache import PlanCache
 from cudnn_fusion.plan_store import Found, PlanStore
-from cudnn_fusion.segment import Segment, to_layout
+from cudnn_fusion.segment import Segment, SegmentSite, to_layout
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.timing import FINALISTS, Timing, time_interleaved
 
 Samples = Mapping[str, torch.Tensor]
-
-_FAILURES = (CandidateRejectedError, RuntimeError, ValueError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,13 @@ class Outcome:
     reasons: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Loaded:
-    """A candidate that was built, as it would be served."""
+    """A candidate as it would be served, and its errors once it has passed its check."""
 
     built: BuiltPlan
     ready: ReadyPlan
+    error: Errors | None = None
 
 
 @dataclass
@@ -65,8 +63,8 @@ class Tuner:
     """Tunes a program's segments on one device and publishes each winner to ``store`` at once.
 
     ``builders`` build cuDNN's candidates beside this process; without them it builds its own. ``known`` are
-    stores to take finished plans from: the model's own and its sibling versions'.
-    ``on_outcome`` is called after each key.
+    stores to take finished plans from: the model's own and its sibling versions'. ``on_outcome`` is called
+    after each key.
     """
 
     resources: Resources
@@ -146,23 +144,22 @@ class Tuner:
                 continue
             if store is not self.store and item.key.digest() not in self._digests(store):
                 continue
-            if timed and not self._loads(item, found):
+            if timed and isinstance(self._ready(item, _built_of(found)), str):
                 continue
             if store is not self.store:
                 self.store.publish(self.compatibility, found.plan, found.blob)
             return found.plan
         return None
 
-    def _loads(self, item: Work, found: Found) -> bool:
-        candidate, workspace_bytes = found.plan.candidate, found.plan.workspace_bytes
-        engine = self._engine(candidate.engine)
+    def _ready(self, item: Work, built: BuiltPlan) -> ReadyPlan | str:
+        """The plan loaded on this device, or why it cannot be."""
+        engine = self._engine(built.candidate.engine)
         if engine is None:
-            return False
+            return f"engine {built.candidate.engine} is not available"
         try:
-            engine.load(item.segment, item.sizes, candidate, found.blob, workspace_bytes)
-        except _FAILURES:
-            return False
-        return True
+            return engine.load(item.segment, item.sizes, built.candidate, built.blob, built.workspace_bytes)
+        except FAILURES as failure:
+            return reason_of(failure, "does not load")
 
     def _engine(self, name: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.name == name), None)
@@ -177,23 +174,13 @@ class Tuner:
             found = store.find(self.compatibility, item.key)
             if not isinstance(found, Found) or not found.plan.timed:
                 continue
-            plan = found.plan
-            engine = self._engine(plan.candidate.engine)
-            built = BuiltPlan(plan.candidate, found.blob, plan.workspace_bytes)
-            error = None if engine is None else self._recheck_one(engine, item, built, judge)
-            if error is not None:
-                plan = replace(plan, error=error, torch_error=judge.torch_error, checked_on=checked_on)
+            ready = self._ready(item, _built_of(found))
+            error = ready if isinstance(ready, str) else _check(ready, judge)
+            if isinstance(error, Errors):
+                plan = replace(found.plan, error=error, torch_error=judge.torch_error, checked_on=checked_on)
                 self.store.publish(self.compatibility, plan, found.blob)
                 return Outcome(bucket, item, plan, reused=True)
         return None
-
-    def _recheck_one(self, engine: Engine, item: Work, built: BuiltPlan, judge: Judge) -> Errors | None:
-        try:
-            ready = engine.load(item.segment, item.sizes, built.candidate, built.blob, built.workspace_bytes)
-        except _FAILURES:
-            return None
-        error = self._check(ready, judge)
-        return None if isinstance(error, str) else error
 
     def _record(self, bucket: Bucket, outcomes: Sequence[Outcome], timed: bool) -> None:
         """Records the bucket if every key has a plan; as it was before when nothing is new about it."""
@@ -231,12 +218,10 @@ class Tuner:
 
     def _first_buildable(self, bucket: Bucket, item: Work, engine: Engine) -> Outcome:
         reasons: list[tuple[str, str]] = []
-        for candidate in engine.candidates(item.segment, item.sizes):
+        for label, built in build_all(engine, item.segment, item.sizes):
             self.built_candidates += 1
-            try:
-                built = engine.build(item.segment, item.sizes, candidate)
-            except _FAILURES as failure:
-                reasons.append((candidate.label(), _reason(failure, "is not built")))
+            if isinstance(built, str):
+                reasons.append((label, built))
                 continue
             plan = untimed_plan(item.key, built, self.provenance, rejected=reasons)
             self.store.publish(self.compatibility, plan, built.blob)
@@ -274,35 +259,25 @@ class Tuner:
         if rechecked is not None:
             return rechecked
         loaded = self._loaded(item, rejected)
-        checked: dict[int, Errors] = {}
-
-        def accept(index: int) -> bool:
-            verdict = self._check(loaded[index].ready, judge)
-            if isinstance(verdict, str):
-                rejected.append((loaded[index].built.candidate.label(), verdict))
-                return False
-            checked[index] = verdict
-            return True
-
-        timings = self._time(loaded, operand_sets[0], rejected, accept)
-        finals = {index: timing for index, timing in timings.items() if timing.final}
-        if not finals:
+        timings = self._time(loaded, operand_sets[0], judge, rejected)
+        if not timings:
             reasons = rejected or [pair for engine in self.engines for pair in _no_candidates(engine)]
             return Outcome(bucket, item, None, reused=False, reasons=tuple(reasons))
-        winner = min(finals, key=lambda index: finals[index].median_us)
-        torch_index = next((i for i in finals if _is_reference(loaded[i].built.candidate)), None)
+        finals = [(c, timing) for c, timing in timings if timing.final]
+        winner, best = min(finals, key=lambda pair: pair[1].median_us)
+        torch_us = [timing.median_us for c, timing in finals if _is_reference(c.built.candidate)]
         plan = replace(
-            untimed_plan(item.key, loaded[winner].built, self.provenance, checked_on, rejected),
+            untimed_plan(item.key, winner.built, self.provenance, checked_on, rejected),
             timed=True,
-            time_us=finals[winner].median_us,
-            spread_us=finals[winner].spread_us,
-            torch_time_us=None if torch_index is None else finals[torch_index].median_us,
-            error=checked[winner],
+            time_us=best.median_us,
+            spread_us=best.spread_us,
+            torch_time_us=torch_us[0] if torch_us else None,
+            error=winner.error,
             torch_error=judge.torch_error,
             sampled=judge.sampled,
             candidates_timed=len(timings),
         )
-        self.store.publish(self.compatibility, plan, loaded[winner].built.blob)
+        self.store.publish(self.compatibility, plan, winner.built.blob)
         return Outcome(bucket, item, plan, reused=False)
 
     def _loaded(self, item: Work, rejected: list[tuple[str, str]]) -> list[_Loaded]:
@@ -311,16 +286,11 @@ class Tuner:
         for engine in self.engines:
             for label, built in self._built(engine, item):
                 self.built_candidates += 1
-                try:
-                    if isinstance(built, str):
-                        raise CandidateRejectedError(built)
-                    ready = engine.load(
-                        item.segment, item.sizes, built.candidate, built.blob, built.workspace_bytes
-                    )
-                except _FAILURES as failure:
-                    rejected.append((label, _reason(failure, "does not load")))
-                    continue
-                loaded.append(_Loaded(built, ready))
+                ready = built if isinstance(built, str) else self._ready(item, built)
+                if isinstance(built, str) or isinstance(ready, str):
+                    rejected.append((label, str(ready)))
+                else:
+                    loaded.append(_Loaded(built, ready))
         return loaded
 
     def _built(self, engine: Engine, item: Work) -> Iterable[tuple[str, BuiltPlan | str]]:
@@ -336,40 +306,55 @@ class Tuner:
                 operands[operand.name] = to_layout(values[site.value(operand.name)], operand.layout)
         return operands
 
-    def _check(self, ready: ReadyPlan, judge: Judge) -> Errors | str:
-        try:
-            return judge.check(ready)
-        except _FAILURES as failure:
-            return _reason(failure, "does not run")
-
     def _time(
         self,
         loaded: Sequence[_Loaded],
         operands: Tensors,
+        judge: Judge,
         rejected: list[tuple[str, str]],
-        accept: Callable[[int], bool],
-    ) -> dict[int, Timing]:
-        """Times of the candidates by index; those that fail meanwhile are added to ``rejected``.
+    ) -> list[tuple[_Loaded, Timing]]:
+        """Candidates with their times, without those that fail a check or meanwhile: they go to ``rejected``.
 
         Where there are few, all are checked before they are timed; of many only the fastest are checked.
         """
-        few = len(loaded) <= FINALISTS
-        entered = [index for index in range(len(loaded)) if not few or accept(index)]
-        if not entered:
-            return {}
+
+        def accept(candidate: _Loaded) -> bool:
+            if candidate.error is None:
+                verdict = _check(candidate.ready, judge)
+                if isinstance(verdict, str):
+                    rejected.append((candidate.built.candidate.label(), verdict))
+                    return False
+                candidate.error = verdict
+            return True
+
+        if len(loaded) <= FINALISTS:
+            loaded = [candidate for candidate in loaded if accept(candidate)]
+        if not loaded:
+            return []
         device = self.resources.device
-        workspace_bytes = max(loaded[index].ready.workspace_bytes for index in entered)
+        workspace_bytes = max(candidate.ready.workspace_bytes for candidate in loaded)
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-        keep = [n for n, index in enumerate(entered) if _is_reference(loaded[index].built.candidate)]
-        runs = [_timed_run(loaded[index].ready, operands, workspace) for index in entered]
+        keep = [index for index, c in enumerate(loaded) if _is_reference(c.built.candidate)]
+        runs = [_timed_run(candidate.ready, operands, workspace) for candidate in loaded]
         self.timed_candidates += len(runs)
 
-        def reject(number: int, failure: Exception) -> None:
-            label = loaded[entered[number]].built.candidate.label()
-            rejected.append((label, _reason(failure, "fails when run again and again")))
+        def reject(index: int, failure: Exception) -> None:
+            reason = reason_of(failure, "fails when run again and again")
+            rejected.append((loaded[index].built.candidate.label(), reason))
 
-        timings = time_interleaved(runs, device, keep, reject, lambda number: few or accept(entered[number]))
-        return {entered[number]: timing for number, timing in timings.items()}
+        timings = time_interleaved(runs, device, keep, reject, lambda index: accept(loaded[index]))
+        return [(loaded[index], timing) for index, timing in timings.items()]
+
+
+def _built_of(found: Found) -> BuiltPlan:
+    return BuiltPlan(found.plan.candidate, found.blob, found.plan.workspace_bytes)
+
+
+def _check(ready: ReadyPlan, judge: Judge) -> Errors | str:
+    try:
+        return judge.check(ready)
+    except FAILURES as failure:
+        return reason_of(failure, "does not run")
 
 
 def untimed_plan(
@@ -440,12 +425,6 @@ def _sample_rows(name: str, samples: Samples, dims: tuple[int, ...]) -> torch.Te
 
 def _timed_run(ready: ReadyPlan, operands: Tensors, workspace: torch.Tensor) -> Callable[[], object]:
     return lambda: ready.run(operands, workspace)
-
-
-def _reason(failure: Exception, what: str) -> str:
-    if isinstance(failure, CandidateRejectedError):
-        return str(failure)
-    return f"{what}: {' '.join(str(failure).split())[:200]}"
 
 
 def _is_reference(candidate: Candidate) -> bool:

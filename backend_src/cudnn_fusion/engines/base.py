@@ -19,6 +19,15 @@ class CandidateRejectedError(Exception):
     """A candidate cannot be built or a plan cannot be loaded; the message is the reason, one line."""
 
 
+FAILURES = (CandidateRejectedError, RuntimeError, ValueError, TypeError)
+"""What building, loading or running a candidate raises when it does not work."""
+
+
+def reason_of(failure: Exception, what: str) -> str:
+    """Why a candidate is rejected, one line; ``what`` it does wrong where the failure does not say so."""
+    return str(failure) if isinstance(failure, CandidateRejectedError) else f"{what}: {one_line(failure)}"
+
+
 def one_line(error: BaseException) -> str:
     """An error's text on one line, cut to what a table or a log can hold."""
     return " ".join(str(error).split())[:300]

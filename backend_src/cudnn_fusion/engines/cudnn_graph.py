@@ -42,7 +42,7 @@ ALIGNMENT_BYTES = 16
 """What cuDNN assumes of every buffer; `execute` does not check it."""
 
 PLANS_PER_FORM = (48, 24, 8)
-"""How many plans of each convolution form are candidates: winners sat at index 29 and 34 of fused forms.
+"""How many plans of each convolution form are candidates: winners sit far down the lists of fused forms.
 
 Not in strict fp32, see `CudnnEngine._plan`.
 """
@@ -84,7 +84,7 @@ class _Form:
 
 
 PLANS_PER_MATMUL_FORM = 10
-"""Matrix products have fewer plans, and each is compiled, which takes a third of a second."""
+"""Matrix products have fewer plans, and each is compiled, which takes long."""
 
 
 def forms(segment: Segment, sizes: Sizes) -> list[_Form]:

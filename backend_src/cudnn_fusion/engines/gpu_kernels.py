@@ -1,10 +1,9 @@
 """GPU kernels taken out of a captured CUDA graph, kept as bytes, and launched again elsewhere.
 
-Torch's compiler (inductor) writes kernels in Triton that are often faster than torch's own, but keeps them
-behind seconds of tracing in each process, or behind a C++ library that takes a minute to build. Here its
-work is run once under capture, and every kernel node is recorded: machine code, grid, block, shared memory,
-and its arguments, in which pointers are told apart by the buffers they point into. Loading that takes a
-millisecond and needs neither inductor nor Triton.
+Torch's compiler (inductor) writes kernels in Triton that fuse what torch's own do one by one, but keeps them
+behind tracing in each process, or behind a C++ library that must be built. Here its work is run once under
+capture, and every kernel node is recorded: machine code, grid, block, shared memory, and its arguments, in
+which pointers are told apart by the buffers they point into. Loading that needs neither inductor nor Triton.
 
 Sources of facts: CUDA driver API, graph management (`cuGraphKernelNodeGetParams`) and `cuFuncGetParamInfo`.
 """
@@ -15,7 +14,7 @@ import ctypes
 import gc
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -348,10 +347,5 @@ def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
     code, *rest = answer
     driver = _driver()
     if code != driver.CUresult.CUDA_SUCCESS:
-        name = _text(driver.cuGetErrorName(code))
-        raise RuntimeError(f"the CUDA driver says {name}")
+        raise RuntimeError(f"the CUDA driver answered {code.name}")
     return tuple(rest)
-
-
-def _text(answer: tuple[Any, Mapping[str, Any] | bytes]) -> str:
-    return bytes(answer[1]).decode() if isinstance(answer[1], bytes) else str(answer[1])
