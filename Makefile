@@ -36,11 +36,13 @@ test: venv ## Run the tests that need no GPU, the real server included
 test-gpu: venv ## Run the tests that need an NVIDIA GPU
 	$(VENV)/bin/python -m pytest tests/gpu $(PYTEST_ARGS)
 
-soak: venv ## Run the tests that draw at random with many more draws
+soak: venv ## Run the tests that draw at random, and the long ones, in full
 	CHAIN_SEEDS=200 BIT_FLIPS=3000 LOAD_REQUESTS=20000 LENGTH_REQUESTS=20000 IMAGE_REQUESTS=2000 \
+		EXPORTED_NETWORKS=all \
 		$(VENV)/bin/python -m pytest -o timeout=3600 -s \
-		-k "random_chains or flipped_bit or mixed_requests or many_sizes" \
+		-k "random_chains or flipped_bit or mixed_requests or many_sizes or exported_in" \
 		tests/unit/test_partition.py tests/unit/test_plan_store.py tests/unit/test_many_sizes.py \
+		tests/unit/test_networks.py \
 		tests/serving/test_mixed_load.py $(PYTEST_ARGS)
 
 lint: venv ## Check style and types

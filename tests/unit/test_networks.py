@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from programs import program_of, run_in_torch
@@ -22,6 +24,12 @@ PARAMETERS = {
 }
 # The smallest at which every feature map has elements: a CPU is slow in half precision.
 EXPORTED_AT = {"resnet50": 32, "resnext50": 32, "unet": 16, "yolo": 32, "convnext_tiny": 32}
+
+
+# A trace takes ten seconds: by default each precision meets two, which have all kinds of layers between them.
+ALL = os.environ.get("EXPORTED_NETWORKS") == "all"
+IN_HALF = list(PARAMETERS) if ALL else ["yolo", "convnext_tiny"]
+IN_SINGLE = list(PARAMETERS) if ALL else ["resnext50", "unet"]
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
@@ -87,6 +95,7 @@ def test_values_neither_vanish_nor_explode(network: nn.Module) -> None:
         assert x.abs().max() < 1e3, path
 
 
+@pytest.mark.parametrize("name", IN_HALF, indirect=True, scope="module")
 def test_exported_in_half_precision_every_convolution_is_fused_and_answers_stay(
     name: str, network: nn.Module
 ) -> None:
@@ -103,8 +112,7 @@ def test_exported_in_half_precision_every_convolution_is_fused_and_answers_stay(
         assert (answer.float() - expected).norm() < 2e-2 * expected.norm()
 
 
-# A trace takes seconds: the other two add only silu and several outputs to what these have.
-@pytest.mark.parametrize("name", ["resnext50", "unet", "convnext_tiny"], indirect=True, scope="module")
+@pytest.mark.parametrize("name", IN_SINGLE, indirect=True, scope="module")
 def test_exported_in_single_precision_it_computes_what_the_network_does(
     name: str, network: nn.Module
 ) -> None:
