@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cudnn_fusion import cuda_graphs
 from cudnn_fusion.engines.base import Sizes
 from cudnn_fusion.interpreter import Interpreter, Replacement, infer_shapes, recorded_shapes
 from cudnn_fusion.lowered import Program
@@ -158,12 +159,12 @@ class Executor:
             for _ in range(WARM_UP_RUNS):
                 self._interpreter.run(self.inputs)
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._resources.pool, stream=stream, capture_error_mode="thread_local"
-        ):
-            self._outputs = self._interpreter.run(self.inputs, row_major=False)
-        self._graph = graph
+        self._graph, self._outputs = cuda_graphs.capture(
+            lambda observe: self._interpreter.run(self.inputs, observe, row_major=False),
+            stream,
+            self._resources.pool,
+            {site.value("y"): [*_later_inputs(site).values()] for site in self._resources.partition.sites},
+        )
 
 
 def input_dims(shape: Sequence[int | str], bucket: Bucket) -> tuple[int, ...]:
@@ -198,12 +199,20 @@ def _replacement(
     site: SegmentSite, served: Served, weights: Mapping[str, torch.Tensor], workspace: torch.Tensor
 ) -> Replacement:
     changing = [(o.name, o.layout) for o in site.segment.inputs if o.role == "input"]
+    fence = None
+    if workspace.is_cuda and _later_inputs(site):
+        fence = torch.zeros(1, dtype=torch.uint8, device=workspace.device)
     return Replacement(
         covers=site.covers,
         inputs=tuple(site.value(name) for name, _ in changing),
         output=site.value("y"),
-        run=_segment_call(changing, site_weights(site, weights), served, workspace),
+        run=_segment_call(changing, site_weights(site, weights), served, workspace, fence),
     )
+
+
+def _later_inputs(site: SegmentSite) -> dict[str, str]:
+    """Inputs besides ``x``, as operand to value: kernels may read them without waiting for their writer."""
+    return {o.name: site.value(o.name) for o in site.segment.inputs if o.role == "input" and o.name != "x"}
 
 
 def _segment_call(
@@ -211,10 +220,14 @@ def _segment_call(
     bound: Mapping[str, torch.Tensor],
     served: Served,
     workspace: torch.Tensor,
+    fence: torch.Tensor | None,
 ) -> Callable[..., torch.Tensor]:
     run = served.ready.run
 
     def call(*values: torch.Tensor) -> torch.Tensor:
+        if fence is not None and not torch.cuda.is_current_stream_capturing():
+            # No kernel starts before this has ended, see `cuda_graphs`.
+            fence.zero_()
         operands = dict(bound)
         for (name, layout), value in zip(changing, values, strict=True):
             operands[name] = to_layout(value, layout)

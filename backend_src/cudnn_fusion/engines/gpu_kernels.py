@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from cudnn_fusion.cuda_graphs import NotAChainError, checked, driver, in_order
+
 MAX_KERNELS = 64
 """More than this are not worth keeping: torch compiles a region into a few kernels."""
 
@@ -227,53 +229,38 @@ def _compiled_kernels() -> dict[int, bytes]:
 
 def _kernel_nodes(graph: int) -> list[Any]:
     """Parameters of the kernel nodes, in the order in which they run. Raises NotPortableError."""
-    driver = _driver()
-    _, count = _checked(driver.cuGraphGetNodes(graph))
-    nodes, _ = _checked(driver.cuGraphGetNodes(graph, count))
+    api = driver()
+    _, count = checked(api.cuGraphGetNodes(graph))
+    nodes, _ = checked(api.cuGraphGetNodes(graph, count))
     if count > MAX_KERNELS:
         raise NotPortableError(f"{count} kernels; at most {MAX_KERNELS} are kept")
-    order = _chain([int(node) for node in nodes], graph)
+    try:
+        order = in_order(graph)
+    except NotAChainError as error:
+        raise NotPortableError(str(error)) from error
     by_handle = {int(node): node for node in nodes}
     found = []
     for handle in order:
-        kind = _checked(driver.cuGraphNodeGetType(by_handle[handle]))[0]
-        if kind != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        kind = checked(api.cuGraphNodeGetType(by_handle[handle]))[0]
+        if kind != api.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
             raise NotPortableError(f"the captured work has a node that is no kernel: {kind.name}")
-        found.append(_checked(driver.cuGraphKernelNodeGetParams(by_handle[handle]))[0])
+        found.append(checked(api.cuGraphKernelNodeGetParams(by_handle[handle]))[0])
     return found
 
 
-def _chain(nodes: list[int], graph: int) -> list[int]:
-    driver = _driver()
-    *_, count = _checked(driver.cuGraphGetEdges(graph))
-    following: dict[int, int] = {}
-    if count:
-        origins, targets, *_ = _checked(driver.cuGraphGetEdges(graph, count))
-        following = {int(a): int(b) for a, b in zip(origins, targets, strict=True)}
-        if len(following) != len(origins):
-            raise NotPortableError("the captured work is not one kernel after the other")
-    first = [node for node in nodes if node not in set(following.values())]
-    order = first[:1]
-    while order and order[-1] in following:
-        order.append(following[order[-1]])
-    if len(order) != len(nodes):
-        raise NotPortableError("the captured work is not one kernel after the other")
-    return order
-
-
 def _argument_bytes(node: Any) -> list[bytes]:
-    driver = _driver()
+    api = driver()
     found: list[bytes] = []
     while True:
-        code, _, size = driver.cuFuncGetParamInfo(node.func, len(found))
-        if code != driver.CUresult.CUDA_SUCCESS:
+        code, _, size = api.cuFuncGetParamInfo(node.func, len(found))
+        if code != api.CUresult.CUDA_SUCCESS:
             return found
         address = ctypes.c_void_p.from_address(int(node.kernelParams) + _POINTER_BYTES * len(found)).value
         found.append(ctypes.string_at(address or 0, size))
 
 
 def _function_name(function: Any) -> str:
-    name = _checked(_driver().cuFuncGetName(function))[0]
+    name = checked(driver().cuFuncGetName(function))[0]
     return bytes(name).decode()
 
 
@@ -282,25 +269,25 @@ class LoadedKernels:
 
     def __init__(self, kernels: Kernels) -> None:
         self.scratch_bytes = kernels.scratch_bytes
-        driver = _driver()
+        api = driver()
         modules = [_module(code) for code in kernels.code]
         self._launches: list[tuple[Any, ...]] = []
         for launch in kernels.launches:
             module = modules[launch.code]
-            function = _checked(driver.cuModuleGetFunction(module, launch.name.encode()))[0]
+            function = checked(api.cuModuleGetFunction(module, launch.name.encode()))[0]
             if launch.shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                _checked(driver.cuFuncSetAttribute(function, attribute, launch.shared_bytes))
+                attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                checked(api.cuFuncSetAttribute(function, attribute, launch.shared_bytes))
             self._launches.append((function, launch))
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches all of them; ``addresses`` are of the inputs, the output and the scratch buffer."""
-        driver = _driver()
+        api = driver()
         for function, launch in self._launches:
             values = [_value(argument, addresses) for argument in launch.arguments]
             pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-            _checked(
-                driver.cuLaunchKernel(
+            checked(
+                api.cuLaunchKernel(
                     function,
                     *launch.grid,
                     *launch.block,
@@ -328,24 +315,9 @@ _modules_lock = threading.Lock()
 
 def _module(code: bytes) -> Any:
     """The machine code as a module of the current context; equal code is loaded once."""
-    driver = _driver()
-    context = int(_checked(driver.cuCtxGetCurrent())[0])
+    api = driver()
+    context = int(checked(api.cuCtxGetCurrent())[0])
     with _modules_lock:
         if (context, code) not in _modules:
-            _modules[context, code] = _checked(driver.cuModuleLoadData(code))[0]
+            _modules[context, code] = checked(api.cuModuleLoadData(code))[0]
         return _modules[context, code]
-
-
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a driver call gave, without its error code. Raises RuntimeError."""
-    code, *rest = answer
-    driver = _driver()
-    if code != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"the CUDA driver answered {code.name}")
-    return tuple(rest)
