@@ -127,7 +127,10 @@ def print_environment(environment: EnvironmentReport) -> None:
         times = (
             f"model {number(record.model_time_us, '.1f')} us, torch {number(record.torch_time_us, '.1f')} us"
         )
-        say(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}")
+        errors = ""
+        if record.error is not None and record.torch_error is not None:
+            errors = f", error {record.error.rms:.1e}, torch's {record.torch_error.rms:.1e}"
+        say(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}{errors}")
 
 
 def plan_row(tuned: TunedPlan, now: datetime) -> list[str]:

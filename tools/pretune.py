@@ -72,7 +72,7 @@ def main(
         if pretuning is not None:
             pretuning.close()
     _print(result)
-    if result.tuned < len(result.outcomes):
+    if result.tuned < len(result.outcomes) or result.problems:
         _print_failures(result)
         raise typer.Exit(1)
 
@@ -153,6 +153,8 @@ def _print(result: Result) -> None:
 
 
 def _print_failures(result: Result) -> None:
+    for problem in result.problems:
+        console.print(f"[red]not recorded:[/red] {escape(problem)}", highlight=False)
     for outcome in result.outcomes:
         if outcome.plan is None:
             console.print(

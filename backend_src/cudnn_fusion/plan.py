@@ -192,7 +192,9 @@ class BucketRecord:
     """One tuned bucket of one program: ``entries`` are its segments' `PlanKey.digest()`, in order.
 
     ``sizes`` are pairs of axis name and size, as in `shapes.Bucket`. ``model_time_us`` is the median time of
-    the whole program run from these plans, ``torch_time_us`` of torch alone; None where not measured.
+    the whole program run from these plans, ``torch_time_us`` of torch alone; ``error`` and ``torch_error``
+    are theirs against float64; None where not measured. ``swapped`` counts segments whose plan the whole
+    program chose against its time alone.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -200,6 +202,9 @@ class BucketRecord:
     entries: tuple[str, ...]
     model_time_us: float | None = None
     torch_time_us: float | None = None
+    error: Errors | None = None
+    torch_error: Errors | None = None
+    swapped: int = 0
     made_at: str = ""
 
     @property
@@ -227,7 +232,7 @@ class BucketRecord:
             _require(size >= 0, f"the size of {axis}", size, "0 or more")
         for digest in (record.program_sha256, *record.entries):
             _require(_SHA256.fullmatch(digest) is not None, "a digest", digest, "64 hex digits")
-        _require_not_negative(record, "model_time_us", "torch_time_us")
+        _require_not_negative(record, "model_time_us", "torch_time_us", "swapped")
         moment(record.made_at)
         return record
 

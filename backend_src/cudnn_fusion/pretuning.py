@@ -39,12 +39,14 @@ class PretuneError(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What a pre-tuning run did. ``published`` counts plans copied into the model directory."""
+    """What a pre-tuning run did. ``published`` counts plans copied into the model directory; ``problems`` say
+    which buckets are not recorded although their segments have plans, and why."""
 
     outcomes: tuple[Outcome, ...]
     published: int
     built_candidates: int
     timed_candidates: int
+    problems: tuple[str, ...] = ()
 
     @property
     def tuned(self) -> int:
@@ -121,7 +123,10 @@ class Pretuning:
             else:
                 outcomes += self.tuner.tune(bucket, samples)
         published = PlanStore(self.version_directory / PLANS).merge_from(self.tuner.store)
-        return Result(tuple(outcomes), published, self.tuner.built_candidates, self.tuner.timed_candidates)
+        tuner = self.tuner
+        return Result(
+            tuple(outcomes), published, tuner.built_candidates, tuner.timed_candidates, tuple(tuner.problems)
+        )
 
 
 def _why_nothing(parts: Partition) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cudnn_fusion import accuracy
+from cudnn_fusion import accuracy, whole_model
 from cudnn_fusion.builders import Builders, build_all
 from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, ReadyPlan, Sizes, reason_of
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
@@ -19,13 +19,16 @@ from cudnn_fusion.interpreter import Interpreter
 from cudnn_fusion.judge import Judge, Tensors
 from cudnn_fusion.lowered import Program
 from cudnn_fusion.plan import BucketRecord, Candidate, Errors, Plan, PlanKey, now_text, sha256_hex
-from cudnn_fusion.plan_cache import PlanCache
+from cudnn_fusion.plan_cache import PlanCache, Served
 from cudnn_fusion.plan_store import Found, PlanStore
 from cudnn_fusion.segment import Segment, SegmentSite, to_layout
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.timing import FINALISTS, Timing, time_interleaved
 
 Samples = Mapping[str, torch.Tensor]
+
+OPTIONS = 3
+"""Fastest plans of a key between which the whole program decides."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,19 @@ class _Loaded:
     error: Errors | None = None
 
 
+@dataclass(frozen=True)
+class _Final:
+    """A checked and timed candidate with the record that it would get."""
+
+    plan: Plan
+    loaded: _Loaded
+
+    @property
+    def option(self) -> whole_model.Option:
+        served = Served("exact", self.loaded.ready, self.plan.candidate, stored=self.plan)
+        return whole_model.Option(served, self.plan.time_us or math.inf)
+
+
 @dataclass
 class Tuner:
     """Tunes a program's segments on one device and publishes each winner to ``store`` at once.
@@ -78,6 +94,9 @@ class Tuner:
     on_outcome: Callable[[Outcome], None] = field(default=lambda outcome: None)
     built_candidates: int = 0
     timed_candidates: int = 0
+    problems: list[str] = field(default_factory=list)
+    """Why a bucket is not recorded although each of its keys has a plan."""
+    _finals: dict[PlanKey, list[_Final]] = field(default_factory=dict)
 
     def work(self, bucket: Bucket) -> list[Work]:
         """The distinct keys of a bucket, in the program's order."""
@@ -112,7 +131,8 @@ class Tuner:
                 outcome = self._tune_one(bucket, item, values, "samples" if samples else "generated")
             outcomes.append(outcome)
             self.on_outcome(outcome)
-        self._record(bucket, outcomes, timed=True)
+        outcomes = self._record(bucket, outcomes, lambda: self._whole(bucket, outcomes, samples, seed))
+        self._finals.clear()
         return outcomes
 
     def plan_untimed(self, bucket: Bucket, engine: Engine) -> list[Outcome]:
@@ -127,8 +147,7 @@ class Tuner:
             )
             outcomes.append(outcome)
             self.on_outcome(outcome)
-        self._record(bucket, outcomes, timed=False)
-        return outcomes
+        return self._record(bucket, outcomes, None)
 
     def _take_finished(self, item: Work, timed: bool) -> Plan | None:
         """A plan tuned for this very program: in the staging store, or named by a bucket of a known one.
@@ -182,17 +201,33 @@ class Tuner:
                 return Outcome(bucket, item, plan, reused=True)
         return None
 
-    def _record(self, bucket: Bucket, outcomes: Sequence[Outcome], timed: bool) -> None:
-        """Records the bucket if every key has a plan; as it was before when nothing is new about it."""
+    def _record(
+        self,
+        bucket: Bucket,
+        outcomes: list[Outcome],
+        whole: Callable[[], tuple[list[Outcome], BucketRecord] | None] | None,
+    ) -> list[Outcome]:
+        """Records the bucket if every key has a plan; as it was before when nothing is new about it.
+
+        ``whole`` decides about the whole program; None for plans that nobody has timed. Gives the outcomes
+        as they then are.
+        """
         if not outcomes or any(outcome.plan is None for outcome in outcomes):
-            return
-        digests = tuple(outcome.work.key.digest() for outcome in outcomes)
-        record = self._recorded(bucket, digests, timed) if all(o.reused for o in outcomes) else None
-        if record is None:
-            ours_us, torch_us = self._model_times(bucket) if timed else (None, None)
+            return outcomes
+        record = None
+        if all(o.reused for o in outcomes):
+            record = self._recorded(bucket, _digests_of(outcomes), timed=whole is not None)
+        if record is None and whole is None:
             program = self.resources.program.sha256
-            record = BucketRecord(bucket.sizes, program, digests, ours_us, torch_us, now_text())
+            record = BucketRecord(bucket.sizes, program, _digests_of(outcomes), made_at=now_text())
+        elif record is None and whole is not None:
+            decided = whole()
+            if decided is None:
+                return outcomes
+            outcomes, record = decided
+        assert record is not None
         self.store.publish_bucket(self.compatibility, record)
+        return outcomes
 
     def _recorded(self, bucket: Bucket, digests: tuple[str, ...], timed: bool) -> BucketRecord | None:
         for store in (self.store, *self.known):
@@ -202,19 +237,51 @@ class Tuner:
                     return record
         return None
 
-    def _model_times(self, bucket: Bucket) -> tuple[float, float]:
-        """Microseconds of the whole program from the winners and from torch alone, timed together."""
-        stores = (self.store, *self.known)
+    def _whole(
+        self, bucket: Bucket, outcomes: list[Outcome], samples: Samples | None, seed: int
+    ) -> tuple[list[Outcome], BucketRecord] | None:
+        """Lets the whole program choose between near-equal plans, checks and times it.
+
+        None when its result is wrong, which is added to ``problems``.
+        """
+        resources, device = self.resources, self.resources.device
         engines = {engine.name: engine for engine in self.engines}
-        device = self.resources.device
-        cache = PlanCache(stores, self.compatibility, self.provenance, engines, device)
-        sizes = self.resources.segment_sizes(bucket)
-        sites = self.resources.partition.sites
-        tuned = [cache.find(site.segment, z) for site, z in zip(sites, sizes, strict=True)]
-        plain = [cache.reference(site.segment, z, "") for site, z in zip(sites, sizes, strict=True)]
-        executors = [Executor(self.resources, bucket, served, capture=False) for served in (tuned, plain)]
-        timings = time_interleaved([executor.run for executor in executors], device, keep=(0, 1))
-        return timings[0].median_us, timings[1].median_us
+        cache = PlanCache((self.store, *self.known), self.compatibility, self.provenance, engines, device)
+        sized = list(zip(resources.partition.sites, resources.segment_sizes(bucket), strict=True))
+        keys = [site.segment.key(sizes, accuracy.VALIDATION) for site, sizes in sized]
+        tuned = [cache.find(site.segment, sizes) for site, sizes in sized]
+        plain = [cache.reference(site.segment, sizes, "") for site, sizes in sized]
+        options = {key: [final.option for final in finals] for key, finals in self._finals.items()}
+        chosen, swaps = whole_model.choose(resources, bucket, keys, tuned, options)
+        inputs = model_inputs(resources.program, bucket, samples, seed, device)
+        others = model_inputs(resources.program, bucket, None, seed + 1, device)
+        errors = whole_model.check(resources, bucket, chosen, inputs, others)
+        if errors is not None and errors.refusal:
+            self.problems.append(f"{bucket.name}: the whole program from these plans is {errors.refusal}")
+            return None
+        published = {swap.key: self._publish_swap(swap) for swap in swaps}
+        outcomes = [replace(o, plan=published.get(o.work.key, o.plan)) for o in outcomes]
+        executors = [Executor(resources, bucket, served, capture=True) for served in (chosen, plain)]
+        ours_us, torch_us = whole_model.times_us(executors, device)
+        record = BucketRecord(
+            bucket.sizes,
+            resources.program.sha256,
+            _digests_of(outcomes),
+            ours_us,
+            torch_us,
+            None if errors is None else errors.ours,
+            None if errors is None else errors.torch,
+            len(swaps),
+            now_text(),
+        )
+        return outcomes, record
+
+    def _publish_swap(self, swap: whole_model.Swap) -> Plan:
+        """Publishes the plan that the whole program chose, as newer than the one that won alone."""
+        final = next(f for f in self._finals[swap.key] if f.plan.candidate == swap.served.candidate)
+        plan = replace(final.plan, made_at=now_text())
+        self.store.publish(self.compatibility, plan, final.loaded.built.blob)
+        return plan
 
     def _first_buildable(self, bucket: Bucket, item: Work, engine: Engine) -> Outcome:
         reasons: list[tuple[str, str]] = []
@@ -263,22 +330,28 @@ class Tuner:
         if not timings:
             reasons = rejected or [pair for engine in self.engines for pair in _no_candidates(engine)]
             return Outcome(bucket, item, None, reused=False, reasons=tuple(reasons))
-        finals = [(c, timing) for c, timing in timings if timing.final]
-        winner, best = min(finals, key=lambda pair: pair[1].median_us)
+        finals = sorted((p for p in timings if p[1].final), key=lambda pair: pair[1].median_us)
         torch_us = [timing.median_us for c, timing in finals if _is_reference(c.built.candidate)]
-        plan = replace(
-            untimed_plan(item.key, winner.built, self.provenance, checked_on, rejected),
-            timed=True,
-            time_us=best.median_us,
-            spread_us=best.spread_us,
-            torch_time_us=torch_us[0] if torch_us else None,
-            error=winner.error,
-            torch_error=judge.torch_error,
-            sampled=judge.sampled,
-            candidates_timed=len(timings),
-        )
-        self.store.publish(self.compatibility, plan, winner.built.blob)
-        return Outcome(bucket, item, plan, reused=False)
+        self._finals[item.key] = [
+            _Final(
+                replace(
+                    untimed_plan(item.key, loaded.built, self.provenance, checked_on, rejected),
+                    timed=True,
+                    time_us=timing.median_us,
+                    spread_us=timing.spread_us,
+                    torch_time_us=torch_us[0] if torch_us else None,
+                    error=loaded.error,
+                    torch_error=judge.torch_error,
+                    sampled=judge.sampled,
+                    candidates_timed=len(timings),
+                ),
+                loaded,
+            )
+            for loaded, timing in finals[:OPTIONS]
+        ]
+        winner = self._finals[item.key][0]
+        self.store.publish(self.compatibility, winner.plan, winner.loaded.built.blob)
+        return Outcome(bucket, item, winner.plan, reused=False)
 
     def _loaded(self, item: Work, rejected: list[tuple[str, str]]) -> list[_Loaded]:
         """Every candidate of every engine that can be built and loaded; the others go to ``rejected``."""
@@ -344,6 +417,10 @@ class Tuner:
 
         timings = time_interleaved(runs, device, keep, reject, lambda index: accept(loaded[index]))
         return [(loaded[index], timing) for index, timing in timings.items()]
+
+
+def _digests_of(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    return tuple(outcome.work.key.digest() for outcome in outcomes)
 
 
 def _built_of(found: Found) -> BuiltPlan:

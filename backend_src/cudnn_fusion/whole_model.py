@@ -1,0 +1,196 @@
+"""The whole program as the judge: segments that are near-equal alone are compared where they will run.
+
+Alone and repeated, a plan finds its operands in the cache and its own kernel in front of it. In the program
+neither holds, and the time between two kernels depends on both. So after the segments are tuned, the captured
+program decides between the fastest plans of the segments that matter; then its result is checked as a whole.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cudnn_fusion import accuracy
+from cudnn_fusion.executor import Executor, Resources
+from cudnn_fusion.interpreter import Interpreter
+from cudnn_fusion.lowered import Argument, Constant, Node, Program, ProgramError
+from cudnn_fusion.plan import Errors, PlanKey
+from cudnn_fusion.plan_cache import Served
+from cudnn_fusion.segment import FLOATING
+from cudnn_fusion.shapes import Bucket
+from cudnn_fusion.timing import elapsed_us, time_interleaved
+
+MAX_TRIALS = 32
+CLOSE = 1.25
+"""A runner-up is tried when alone it takes at most this many times the winner's time, or `CLOSE_US` more."""
+CLOSE_US = 1.5
+GAIN = 0.997
+"""The whole program with a runner-up must take at most this share of its time with the winner."""
+ROUNDS = 9
+ROUND_US = 1500.0
+CHECK_RUNS = 6
+
+Inputs = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One plan that could serve a key. ``us`` is its time alone."""
+
+    served: Served
+    us: float
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A runner-up that made the program faster, and the share of the time that was left."""
+
+    key: PlanKey
+    served: Served
+    share: float
+
+
+def choose(
+    resources: Resources,
+    bucket: Bucket,
+    keys: Sequence[PlanKey],
+    served: Sequence[Served],
+    options: Mapping[PlanKey, Sequence[Option]],
+) -> tuple[list[Served], list[Swap]]:
+    """What serves each site after trying runners-up in the captured program, and what was swapped.
+
+    ``keys`` and ``served`` are in the order of ``partition.sites``; ``options`` are best first, the winner
+    included. On a CPU nothing is captured and nothing is tried.
+    """
+    chosen = list(served)
+    swaps: list[Swap] = []
+    if resources.device.type != "cuda":
+        return chosen, swaps
+    best = Executor(resources, bucket, chosen, capture=True)
+    for key, option in _trials(keys, options):
+        trial = [option.served if k == key else s for k, s in zip(keys, chosen, strict=True)]
+        executor = Executor(resources, bucket, trial, capture=True)
+        share = _share(executor, best)
+        if share <= GAIN:
+            chosen, best = trial, executor
+            swaps = [swap for swap in swaps if swap.key != key] + [Swap(key, option.served, share)]
+    return chosen, swaps
+
+
+def _trials(
+    keys: Sequence[PlanKey], options: Mapping[PlanKey, Sequence[Option]]
+) -> list[tuple[PlanKey, Option]]:
+    """Runners-up worth a trial, those of the keys that take most time first."""
+    found = []
+    for key in dict.fromkeys(keys):
+        winner, *others = options.get(key, ()) or (None,)
+        if winner is None:
+            continue
+        weight = winner.us * sum(k == key for k in keys)
+        limit = max(CLOSE * winner.us, winner.us + CLOSE_US)
+        found += [(weight, key, other) for other in others if other.us <= limit]
+    found.sort(key=lambda item: -item[0])
+    return [(key, option) for _, key, option in found[:MAX_TRIALS]]
+
+
+def _share(executor: Executor, other: Executor) -> float:
+    """Time of one executor as a share of the other's: the median over rounds in which both are run."""
+    first = [elapsed_us(e.run, 1) for e in (executor, other) for _ in range(2)][-1]
+    runs = max(1, min(200, round(ROUND_US / max(first, 1.0))))
+    return statistics.median(
+        elapsed_us(executor.run, runs) / elapsed_us(other.run, runs) for _ in range(ROUNDS)
+    )
+
+
+def times_us(executors: Sequence[Executor], device: torch.device) -> list[float]:
+    """Median time of each executor, run in turn."""
+    if device.type != "cuda":
+        keep = range(len(executors))
+        return [t.median_us for t in time_interleaved([e.run for e in executors], device, keep).values()]
+    rounds = [[elapsed_us(executor.run, 10) for executor in executors] for _ in range(ROUNDS + 1)]
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+
+
+@dataclass(frozen=True)
+class WholeErrors:
+    """Largest errors over all floating outputs: of the plans, and of torch alone."""
+
+    ours: Errors
+    torch: Errors
+    refusal: str | None
+
+
+def check(
+    resources: Resources, bucket: Bucket, served: Sequence[Served], inputs: Inputs, others: Inputs
+) -> WholeErrors | None:
+    """Errors of the whole program against float64, as it will be served; None if float64 cannot run it.
+
+    Before each run for ``inputs`` there is one for ``others``: what a kernel reads unwritten is then theirs.
+    """
+    expected = reference(resources, inputs)
+    if expected is None:
+        return None
+    device = resources.device
+    plain = Interpreter(resources.program, resources.weights, device).run(inputs)
+    executor = Executor(resources, bucket, served, capture=True)
+    ours: list[list[torch.Tensor]] = []
+    for _ in range(CHECK_RUNS if executor.captured else 1):
+        for values in (others, inputs):
+            for buffer, value in zip(executor.inputs, values, strict=True):
+                buffer.copy_(value)
+            result = executor.run()
+        ours.append([output.clone() for output in result])
+    precision = resources.program.precision
+    largest, torch_largest, refusal = Errors(0.0, 0.0), Errors(0.0, 0.0), None
+    for index, wanted in enumerate(expected):
+        if wanted is None:
+            continue
+        torch_error = accuracy.measure(plain[index], wanted)
+        error = _largest([accuracy.measure(outputs[index], wanted) for outputs in ours])
+        refusal = refusal or accuracy.verdict(error, torch_error, precision)
+        largest, torch_largest = _largest([largest, error]), _largest([torch_largest, torch_error])
+    return WholeErrors(largest, torch_largest, refusal)
+
+
+def _largest(errors: Sequence[Errors]) -> Errors:
+    return Errors(max(e.largest for e in errors), max(e.rms for e in errors))
+
+
+def reference(resources: Resources, inputs: Inputs) -> list[torch.Tensor | None] | None:
+    """The program's floating outputs in float64, None for others; None if it cannot run so, or gives one
+    that is not finite."""
+    program = in_float64(resources.program)
+    weights = {name: _double(weight) for name, weight in resources.weights.items()}
+    try:
+        outputs = Interpreter(program, weights, resources.device).run([_double(x) for x in inputs])
+    except (ProgramError, RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    found = [output if output.is_floating_point() else None for output in outputs]
+    if any(o is not None and (o.dtype != torch.float64 or not o.isfinite().all()) for o in found):
+        return None
+    return found
+
+
+def in_float64(program: Program) -> Program:
+    """The program with every floating type that it names replaced by float64."""
+    return replace(program, nodes=tuple(_node_in_float64(node) for node in program.nodes))
+
+
+def _node_in_float64(node: Node) -> Node:
+    kwargs = tuple((key, _argument_in_float64(value)) for key, value in node.kwargs)
+    return replace(node, args=tuple(map(_argument_in_float64, node.args)), kwargs=kwargs)
+
+
+def _argument_in_float64(argument: Argument) -> Argument:
+    if isinstance(argument, tuple):
+        return tuple(map(_argument_in_float64, argument))
+    if isinstance(argument, Constant) and argument.kind == "dtype" and argument.value in FLOATING:
+        return replace(argument, value="float64")
+    return argument
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
