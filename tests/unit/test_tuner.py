@@ -21,9 +21,10 @@ from programs import (
 )
 from torch import nn
 
-from cudnn_fusion import accuracy, tuner
+from cudnn_fusion import accuracy, tuner, whole_model
 from cudnn_fusion.engines.torch_eager import TorchEngine
 from cudnn_fusion.environment import cpu_compatibility
+from cudnn_fusion.executor import Executor
 from cudnn_fusion.plan_store import Found, Miss, PlanStore
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.tuner import model_inputs
@@ -199,6 +200,27 @@ class TestNothingFound:
         assert second.plan is not None
         assert store.buckets(cpu_compatibility()) == []
         assert isinstance(stored(store, second), Found), "what is finished is kept"
+
+    def test_the_whole_program_is_checked_as_it_will_be_served(self, program, store):
+        tuner_of(program, store).tune(BUCKET, None)
+        (record,) = store.buckets(cpu_compatibility())
+        assert 0 < record.torch_error.rms < 1e-6
+        assert 0 < record.error.rms < 1e-6
+
+    def test_a_bucket_whose_whole_program_is_wrong_is_not_recorded(self, program, store, monkeypatch):
+        """Each plan is right alone: what goes wrong between them shows only here."""
+
+        class Wrong(Executor):
+            def run(self):
+                return [output * 1.001 for output in super().run()]
+
+        monkeypatch.setattr(whole_model, "Executor", Wrong)
+        pretuning = tuner_of(program, store)
+        outcomes = pretuning.tune(BUCKET, None)
+        assert all(outcome.plan is not None for outcome in outcomes)
+        assert store.buckets(cpu_compatibility()) == []
+        (problem,) = pretuning.problems
+        assert problem.startswith("batch=2: the whole program from these plans is wrong: error ")
 
     def test_values_that_overflow_are_no_reason_to_accept_anything(self, store):
         """fp16: torch's own result is infinite, so that its error must not be the bound."""
