@@ -16,7 +16,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -375,18 +375,49 @@ def node_references(node: Node) -> tuple[str, ...]:
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:
     """The node reading other values: those that ``names`` has a new name for."""
-
-    def rename(argument: Argument) -> Argument:
-        if isinstance(argument, Ref):
-            return Ref(names.get(argument.name, argument.name))
-        if isinstance(argument, tuple):
-            return tuple(rename(part) for part in argument)
-        return argument
-
     if not any(name in names for name in node_references(node)):
         return node
-    kwargs = tuple((key, rename(value)) for key, value in node.kwargs)
-    return replace(node, args=tuple(rename(part) for part in node.args), kwargs=kwargs)
+    return _changed(
+        node, lambda part: Ref(names.get(part.name, part.name)) if isinstance(part, Ref) else part
+    )
+
+
+def in_type(program: Program, dtype: str) -> Program:
+    """The program computing in another floating type: every one that its nodes, inputs and outputs name is
+    ``dtype``. Its weights are left as they are: `cast` them.
+    """
+
+    def change(part: Argument) -> Argument:
+        named = isinstance(part, Constant) and part.kind == "dtype" and part.value in _FLOATING
+        return Constant("dtype", dtype) if named else part
+
+    def spec_in_type(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, dtype=dtype) if spec.dtype in _FLOATING else spec
+
+    return replace(
+        program,
+        nodes=tuple(_changed(node, change) for node in program.nodes),
+        inputs=tuple(spec_in_type(spec) for spec in program.inputs),
+        outputs=tuple(spec_in_type(spec) for spec in program.outputs),
+    )
+
+
+def cast(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights with the floating ones in ``dtype``."""
+    return {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+
+
+_FLOATING = frozenset(PRECISIONS.values())
+
+
+def _changed(node: Node, change: Callable[[Argument], Argument]) -> Node:
+    """The node with ``change`` done to every argument that is no tuple."""
+
+    def deep(argument: Argument) -> Argument:
+        return tuple(map(deep, argument)) if isinstance(argument, tuple) else change(argument)
+
+    kwargs = tuple((key, deep(value)) for key, value in node.kwargs)
+    return replace(node, args=tuple(map(deep, node.args)), kwargs=kwargs)
 
 
 def _validate(program: Program) -> None:

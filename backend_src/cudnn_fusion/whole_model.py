@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from cudnn_fusion import accuracy
 from cudnn_fusion.executor import Executor, Resources
 from cudnn_fusion.interpreter import Interpreter
-from cudnn_fusion.lowered import Argument, Constant, Node, Program, ProgramError
+from cudnn_fusion.lowered import ProgramError, cast, in_type
 from cudnn_fusion.plan import Errors, PlanKey
 from cudnn_fusion.plan_cache import Served
-from cudnn_fusion.segment import FLOATING
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.timing import elapsed_us, time_interleaved
 
@@ -162,35 +161,13 @@ def _largest(errors: Sequence[Errors]) -> Errors:
 def reference(resources: Resources, inputs: Inputs) -> list[torch.Tensor | None] | None:
     """The program's floating outputs in float64, None for others; None if it cannot run so, or gives one
     that is not finite."""
-    program = in_float64(resources.program)
-    weights = {name: _double(weight) for name, weight in resources.weights.items()}
+    program, weights = in_type(resources.program, "float64"), cast(resources.weights, torch.float64)
+    doubles = [x.double() if x.is_floating_point() else x for x in inputs]
     try:
-        outputs = Interpreter(program, weights, resources.device).run([_double(x) for x in inputs])
+        outputs = Interpreter(program, weights, resources.device).run(doubles)
     except (ProgramError, RuntimeError, TypeError, ValueError, IndexError):
         return None
     found = [output if output.is_floating_point() else None for output in outputs]
     if any(o is not None and (o.dtype != torch.float64 or not o.isfinite().all()) for o in found):
         return None
     return found
-
-
-def in_float64(program: Program) -> Program:
-    """The program with every floating type that it names replaced by float64."""
-    return replace(program, nodes=tuple(_node_in_float64(node) for node in program.nodes))
-
-
-def _node_in_float64(node: Node) -> Node:
-    kwargs = tuple((key, _argument_in_float64(value)) for key, value in node.kwargs)
-    return replace(node, args=tuple(map(_argument_in_float64, node.args)), kwargs=kwargs)
-
-
-def _argument_in_float64(argument: Argument) -> Argument:
-    if isinstance(argument, tuple):
-        return tuple(map(_argument_in_float64, argument))
-    if isinstance(argument, Constant) and argument.kind == "dtype" and argument.value in FLOATING:
-        return replace(argument, value="float64")
-    return argument
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor

@@ -164,6 +164,38 @@ class TestBatchAxis:
 
 
 class TestPrecision:
+    def test_a_half_program_is_compared_in_single_precision(self) -> None:
+        """Half precision takes a large image model's export from seconds to most of an hour on many CPUs."""
+        seen: list[torch.dtype] = []
+
+        class Telling(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if type(x) is torch.Tensor:
+                    seen.append(x.dtype)
+                return self.layer(x)
+
+        program = _exported(Telling(), "x:FP16[batch=1..4,4]", precision="fp16")
+        assert seen[-1] == torch.float32
+        assert program.batch_axis == "batch"
+        assert not [note for note in program.notes if "compared" in note or "differ" in note]
+        assert _run(program, torch.zeros(2, 4).half())[0].dtype == torch.float16
+
+    def test_a_model_that_computes_in_half_precision_alone_is_compared_so(self) -> None:
+        class OnlyHalf(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = {"w": torch.eye(4).half()}
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.mm(x, self.table["w"])
+
+        program = _exported(OnlyHalf(), "x:FP16[batch=1..4,4]", precision="fp16")
+        assert not [note for note in program.notes if "compared" in note or "differ" in note]
+
     @pytest.mark.parametrize(("precision", "bound"), [("fp16", 5e-3), ("bf16", 4e-2)])
     def test_half_precision_is_served_in_the_declared_input_type(self, precision: str, bound: float) -> None:
         model = models.ConvNet()
