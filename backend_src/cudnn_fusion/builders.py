@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,11 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, Sizes, reason_of
+from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, Sizes, one_line, reason_of
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine, form_names
 from cudnn_fusion.segment import Dims, Segment
+
+_LOG = logging.getLogger(__name__)
 
 Built = tuple[str, BuiltPlan | str]
 """A candidate's label, and what was built of it or the reason why nothing was."""
@@ -66,8 +69,11 @@ class Builders:
         for form in form_names(segment, sizes):
             pending = self._pending.pop(_key(segment, sizes, form), None)
             built: Iterable[Built] = build_all(self._engine, segment, sizes, form)
-            with contextlib.suppress(BrokenProcessPool):
-                built = built if pending is None else pending.result()
+            if pending is not None:
+                try:
+                    built = pending.result()
+                except Exception as failure:  # a lost worker, or one that has no memory for a handle
+                    _LOG.warning("a builder failed, building here: %s", one_line(failure))
             yield from built
 
     def close(self) -> None:
@@ -81,7 +87,9 @@ def _key(segment: Segment, sizes: Mapping[str, Dims], form: str) -> _Key:
 
 @functools.cache
 def _worker_engine(device_index: int) -> CudnnEngine:
-    return CudnnEngine(torch.device("cuda", device_index))
+    engine = CudnnEngine(torch.device("cuda", device_index))
+    engine.handle()  # Without a handle no form would have candidates, which is not what is meant.
+    return engine
 
 
 def _build(device_index: int, segment: Segment, sizes: Sizes, form: str) -> list[Built]:

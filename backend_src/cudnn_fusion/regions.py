@@ -149,7 +149,10 @@ class _Finder:
             if node.name in self.free and node.dtype == self.dtype and _computes(node):
                 members = self._grow(node)
                 self.free -= members
-                found.append(self._site(members))
+                site = self._site(members)
+                # What follows from weights alone has no input to be checked with, and is small.
+                if any(operand.role == "input" for operand in site.segment.inputs):
+                    found.append(site)
         return found[::-1]
 
     def _reads_tensors(self, node: Node) -> bool:
@@ -163,8 +166,10 @@ class _Finder:
         """``end`` and all before it that only it and they need."""
         members = {end.name}
         waiting = [end]
-        while waiting and len(members) < MAX_NODES:
+        while waiting:
             for name in node_references(waiting.pop()):
+                if len(members) == MAX_NODES:
+                    return members
                 users = {user.name for user in self.values.users.get(name, [])}
                 used_inside = users <= members and name not in self.values.results
                 if name in self.free and name not in members and used_inside:

@@ -201,8 +201,8 @@ class CudnnEngine:
         form = _form_named(segment, sizes, candidate.form)
         cudnn = _cudnn()
         try:
-            graph = cudnn.pygraph(handle=self._handle())
-            graph.deserialize(self._handle(), blob)
+            graph = cudnn.pygraph(handle=self.handle())
+            graph.deserialize(self.handle(), blob)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
             raise CandidateRejectedError(f"not loaded: {one_line(error)}") from error
         return CudnnPlan(
@@ -217,11 +217,12 @@ class CudnnEngine:
 
     def stream_handle(self) -> Any:
         """This thread's handle, set to torch's current stream."""
-        handle = self._handle()
+        handle = self.handle()
         _cudnn().set_stream(handle=handle, stream=torch.cuda.current_stream(self.device).cuda_stream)
         return handle
 
-    def _handle(self) -> Any:
+    def handle(self) -> Any:
+        """This thread's handle, on any stream. Raises RuntimeError where cuDNN cannot make one."""
         # One handle a thread: cuDNN forbids sharing, and loading a blob swaps a handle's stream for a moment.
         if not hasattr(self._threads, "handle"):
             with torch.cuda.device(self.device):
@@ -268,7 +269,7 @@ class CudnnEngine:
     def _operation_graph(self, form: _Form, sizes: Sizes) -> Any:
         cudnn = _cudnn()
         place: dict[str, Any] = (
-            {"handle": self._handle()}
+            {"handle": self.handle()}
             if self.target is None
             else {
                 "device_property": cudnn.create_device_properties(json.dumps(dict(self.target))),

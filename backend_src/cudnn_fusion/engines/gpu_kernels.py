@@ -15,12 +15,14 @@ import gc
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from cudnn_fusion.cuda_graphs import NotAChainError, checked, driver, in_order
+from cudnn_fusion.records import canonical_json, record_from_json, record_to_json
 
 MAX_KERNELS = 64
 """More than this are not worth keeping: torch compiles a region into a few kernels."""
@@ -70,45 +72,48 @@ class Kernels:
 
     def to_bytes(self) -> bytes:
         """A line of JSON, then the machine code."""
-        head = {
-            "format": _FORMAT,
-            "launches": [asdict(launch) for launch in self.launches],
-            "code_bytes": [len(code) for code in self.code],
-            "scratch_bytes": self.scratch_bytes,
-        }
-        return json.dumps(head, sort_keys=True).encode() + b"\n" + b"".join(self.code)
+        head = _Head(_FORMAT, self.launches, tuple(map(len, self.code)), self.scratch_bytes)
+        return canonical_json(record_to_json(head)).encode() + b"\n" + b"".join(self.code)
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Kernels:
         """Raises ValueError for bytes that `to_bytes` has not written."""
+        line, _, rest = blob.partition(b"\n")
         try:
-            line, _, rest = blob.partition(b"\n")
-            head = json.loads(line)
-            if head["format"] != _FORMAT or sum(head["code_bytes"]) != len(rest):
+            head = record_from_json(_Head, json.loads(line))
+            if head.format != _FORMAT or sum(head.code_bytes) != len(rest):
                 raise ValueError("another format or length")
-            code, start = [], 0
-            for size in head["code_bytes"]:
-                code.append(rest[start : start + size])
-                start += size
-            launches = tuple(
-                Launch(
-                    int(item["code"]),
-                    str(item["name"]),
-                    _triple(item["grid"]),
-                    _triple(item["block"]),
-                    int(item["shared_bytes"]),
-                    tuple(Argument(a["constant"], a["buffer"], int(a["offset"])) for a in item["arguments"]),
-                )
-                for item in head["launches"]
-            )
-            return cls(launches, tuple(code), int(head["scratch_bytes"]))
-        except (KeyError, TypeError, ValueError) as error:
+            if min((head.scratch_bytes, *head.code_bytes)) < 0:
+                raise ValueError("a negative size")
+            for launch in head.launches:
+                _check(launch, len(head.code_bytes))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not a record of GPU kernels: {error}") from error
+        ends = list(accumulate(head.code_bytes))
+        code = tuple(rest[end - size : end] for end, size in zip(ends, head.code_bytes, strict=True))
+        return cls(head.launches, code, head.scratch_bytes)
 
 
-def _triple(values: Sequence[int]) -> tuple[int, int, int]:
-    x, y, z = values
-    return int(x), int(y), int(z)
+@dataclass(frozen=True)
+class _Head:
+    format: int
+    launches: tuple[Launch, ...]
+    code_bytes: tuple[int, ...]
+    scratch_bytes: int
+
+
+def _check(launch: Launch, codes: int) -> None:
+    """Raises ValueError for a launch that `record` does not make."""
+    if not 0 <= launch.code < codes:
+        raise ValueError(f"{launch.name} is code {launch.code} of {codes}")
+    if min((*launch.grid, *launch.block)) < 1 or launch.shared_bytes < 0:
+        raise ValueError(f"{launch.name} has a negative or empty grid, block or shared memory")
+    for argument in launch.arguments:
+        if (argument.constant is None) == (argument.buffer is None):
+            raise ValueError(f"{launch.name} has an argument that is not one of a constant and a buffer")
+        if argument.buffer is not None and min(argument.buffer, argument.offset) < 0:
+            raise ValueError(f"{launch.name} reads before the first buffer")
+        bytes.fromhex(argument.constant or "")
 
 
 def record(
@@ -173,6 +178,8 @@ class _Scratch:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    if not tensor.numel():
+        return tensor.data_ptr(), tensor.data_ptr()
     spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + spanned * tensor.element_size()
 
