@@ -38,11 +38,11 @@ test-gpu: venv ## Run the tests that need an NVIDIA GPU
 
 soak: venv ## Run the tests that draw at random, and the long ones, in full
 	CHAIN_SEEDS=200 BIT_FLIPS=3000 LOAD_REQUESTS=20000 LENGTH_REQUESTS=20000 IMAGE_REQUESTS=2000 \
-		EXPORTED_NETWORKS=all \
+		EXPORTED_NETWORKS=all PLANNED_SEGMENTS=all \
 		$(VENV)/bin/python -m pytest -o timeout=3600 -s \
-		-k "random_chains or flipped_bit or mixed_requests or many_sizes or exported_in" \
+		-k "random_chains or flipped_bit or mixed_requests or many_sizes or exported_in or kind_of_segment" \
 		tests/unit/test_partition.py tests/unit/test_plan_store.py tests/unit/test_many_sizes.py \
-		tests/unit/test_networks.py \
+		tests/unit/test_networks.py tests/no_gpu/test_cudnn_planning.py \
 		tests/serving/test_mixed_load.py $(PYTEST_ARGS)
 
 lint: venv ## Check style and types

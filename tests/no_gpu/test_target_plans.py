@@ -53,13 +53,6 @@ def test_a_whole_model_is_planned_once_and_marked_untimed(model, tool):
     assert "candidates built 0" in " ".join(second.stdout.split())
 
 
-def test_an_unknown_target_names_the_known_ones(model, tool):
-    done = tool("pretune.py", model, "--target", "h2000")
-    assert done.returncode == 1
-    assert "h200" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-
-
 def test_another_description_makes_other_plans(model, tool, tmp_path):
     description = json.loads(json.dumps(devices.load("h200")))
     description["properties"]["multiProcessorCount"] = 78

@@ -19,8 +19,8 @@ from torch import nn
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.shapes import Bucket
 
-LENGTH_REQUESTS = int(os.environ.get("LENGTH_REQUESTS", "1500"))
-IMAGE_REQUESTS = int(os.environ.get("IMAGE_REQUESTS", "100"))
+LENGTH_REQUESTS = int(os.environ.get("LENGTH_REQUESTS", "600"))
+IMAGE_REQUESTS = int(os.environ.get("IMAGE_REQUESTS", "50"))
 SEED = int(os.environ.get("TEST_SEED", "20261202"))
 LENGTHS = range(800, 1000)
 LIVE = 8

@@ -63,32 +63,68 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_batch_norm_is_folded_into_every_kind_of_convolution(name: str, decomposed: bool) -> None:
-    """In whichever of its two forms an exported graph has the convolution."""
-    layer, kind, operation = LAYERS[name]
-    generator = torch.Generator().manual_seed(0)
-    norm = kind(layer.out_channels)
-    with torch.no_grad():
-        for values in (norm.running_var, norm.weight):
-            values.uniform_(0.5, 2, generator=generator)
-        for values in (norm.running_mean, norm.bias):
-            values.uniform_(-2, 2, generator=generator)
-    module = nn.Sequential(layer, norm).eval()
-    axes = int(operation[-2])
-    x = torch.randn(3, 4, *(7, 6, 5)[:axes], generator=generator)
+class EveryLayer(nn.Module):
+    """Each of `LAYERS` with its batch norm: a sequence, an image and a volume to one result of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList()
+        for layer, kind, _ in LAYERS.values():
+            norm = kind(layer.out_channels)
+            with torch.no_grad():
+                for values in (norm.running_var, norm.weight):
+                    values.uniform_(0.5, 2, generator=generator)
+                for values in (norm.running_mean, norm.bias):
+                    values.uniform_(-2, 2, generator=generator)
+            self.layers.append(nn.Sequential(layer, norm))
+
+    def forward(
+        self, sequence: torch.Tensor, image: torch.Tensor, volume: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        given = (sequence, image, volume)
+        axes = [int(operation[-2]) for _, _, operation in LAYERS.values()]
+        return tuple(layer(given[along - 1]) for layer, along in zip(self.layers, axes, strict=True))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["as exported", "decomposed"])
+def every_layer(request: pytest.FixtureRequest) -> tuple[Program, dict[str, tuple[torch.Tensor, ...]]]:
+    """`EveryLayer` exported from the one or the other form, and its results by name: found and expected."""
+    generator = torch.Generator().manual_seed(1)
+    module = EveryLayer().eval()
+    xs = [torch.randn(3, 4, *(7, 6, 5)[:axes], generator=generator) for axes in (1, 2, 3)]
     model: nn.Module | torch.export.ExportedProgram = module
-    if decomposed:
+    if request.param:
         batch = torch.export.Dim("batch", min=1, max=8)
-        exported = torch.export.export(module, (x,), dynamic_shapes=({0: batch},))
+        exported = torch.export.export(module, tuple(xs), dynamic_shapes=({0: batch},) * 3)
         model = exported.run_decompositions()
-        assert "aten.convolution.default" in str(model.graph)
-    shape = ",".join(map(str, x.shape[1:]))
-    program = _program(model, f"input:FP32[batch=1..8,{shape}]")
-    assert _operations(program) == [operation]
-    answer, expected = _run(program, x), module.double()(x.double()).detach()
+        assert str(model.graph).count("aten.convolution.default") == len(LAYERS)
+    names = ("sequence", "image", "volume")
+    declared = [
+        InputDeclaration.parse(f"{name}:FP32[batch=1..8,{','.join(map(str, x.shape[1:]))}]")
+        for name, x in zip(names, xs, strict=True)
+    ]
+    program = export_program(model, declared, "fp32")[1]
+    answers = Interpreter(program, program.weights, torch.device("cpu")).run(xs)
+    with torch.no_grad():
+        expected = module.double()(*(x.double() for x in xs))
     module.float()
+    return program, dict(zip(LAYERS, zip(answers, expected, strict=True), strict=True))
+
+
+def test_batch_norms_of_every_kind_of_convolution_are_gone(
+    every_layer: tuple[Program, dict[str, tuple[torch.Tensor, ...]]],
+) -> None:
+    """In whichever of its two forms an exported graph has the convolution."""
+    program, _ = every_layer
+    assert sorted(_operations(program)) == sorted(operation for _, _, operation in LAYERS.values())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_batch_norm_is_folded_into_every_kind_of_convolution(
+    every_layer: tuple[Program, dict[str, tuple[torch.Tensor, ...]]], name: str
+) -> None:
+    answer, expected = every_layer[1][name]
     assert answer.shape == expected.shape
     assert _relative_error(answer, expected) < 1e-6
 
@@ -175,12 +211,12 @@ def test_statistics_beyond_half_precision_are_applied_in_float32() -> None:
         assert _relative_error(answer[:, channel], expected[:, channel]) < 1e-3
 
 
-@pytest.mark.parametrize("height", [8, 13])
-def test_same_padding_is_written_out_for_even_kernels(height: int) -> None:
+def test_same_padding_is_written_out_for_even_kernels() -> None:
     module = models.SamePadding().eval()
     program = _program(module, "x:FP32[batch=1..4,3,h=8..20,9]")
-    x = torch.randn(2, 3, height, 9)
-    torch.testing.assert_close(_run(program, x), module(x).detach(), rtol=1e-4, atol=1e-5)
+    for height in (8, 13):
+        x = torch.randn(2, 3, height, 9)
+        torch.testing.assert_close(_run(program, x), module(x).detach(), rtol=1e-4, atol=1e-5)
     assert _operations(program) == ["constant_pad_nd", "conv2d", "constant_pad_nd", "conv2d"]
     pad, conv = program.nodes[:2]
     assert conv.op == "aten.conv2d.default"

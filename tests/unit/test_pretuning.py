@@ -213,6 +213,7 @@ class TestCommandLine:
             (["--buckets", "1,65"], "batch=65; the model takes 1 to 64"),
             (["--buckets", "[/oops]"], "each bucket needs a whole number for each of batch"),
             (["--target", "no-such-gpu"], "no-such-gpu"),
+            (["--target", "no-such-gpu"], "h200"),
         ],
     )
     def test_arguments_that_cannot_be_meant(self, cli, model, arguments, said):
