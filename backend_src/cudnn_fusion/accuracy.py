@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +54,15 @@ def measure(result: torch.Tensor, expected: torch.Tensor) -> Errors:
     difference = result.double() - expected
     if expected.numel() == 0:
         return Errors(0.0, 0.0)
-    largest, scale = difference.abs().max().item(), expected.abs().max().item()
+    peak, scale = difference.abs().max().item(), expected.abs().max().item()
     norm = torch.linalg.vector_norm(difference).item()
     rms_scale = torch.linalg.vector_norm(expected).item()
-    return Errors(_ratio(largest, scale), _ratio(norm, rms_scale))
+    return Errors(_ratio(peak, scale), _ratio(norm, rms_scale))
+
+
+def largest(errors: Sequence[Errors]) -> Errors:
+    """The largest of each kind."""
+    return Errors(max(e.largest for e in errors), max(e.rms for e in errors))
 
 
 def _ratio(error: float, scale: float) -> float:

@@ -163,7 +163,7 @@ class Executor:
             lambda observe: self._interpreter.run(self.inputs, observe, row_major=False),
             stream,
             self._resources.pool,
-            {site.value("y"): [*_later_inputs(site).values()] for site in self._resources.partition.sites},
+            {site.value("y"): _later_inputs(site) for site in self._resources.partition.sites},
         )
 
 
@@ -210,9 +210,9 @@ def _replacement(
     )
 
 
-def _later_inputs(site: SegmentSite) -> dict[str, str]:
-    """Inputs besides ``x``, as operand to value: kernels may read them without waiting for their writer."""
-    return {o.name: site.value(o.name) for o in site.segment.inputs if o.role == "input" and o.name != "x"}
+def _later_inputs(site: SegmentSite) -> list[str]:
+    """Values of inputs besides ``x``: kernels may read them without waiting for their writer."""
+    return [site.value(o.name) for o in site.segment.inputs if o.role == "input" and o.name != "x"]
 
 
 def _segment_call(

@@ -36,7 +36,7 @@ class Judge:
         ]
         self._nan_operands = _with_nan(layers[0], segment.operand("x").layout)
         self._nan_expected = evaluate_segment(segment, self._nan_operands)
-        self.torch_error = _largest(self._torch_errors)
+        self.torch_error = accuracy.largest(self._torch_errors)
         self.sampled = SampledOutputs(seed, tuple(accuracy.sample(self._expected[-1], seed).float().tolist()))
 
     def check(self, ready: ReadyPlan) -> Errors | str:
@@ -51,7 +51,7 @@ class Judge:
                 return refusal
             errors.append(error)
         nan_result = self._run(ready, self._nan_operands)
-        return accuracy.nan_refusal(nan_result, self._nan_expected) or _largest(errors)
+        return accuracy.nan_refusal(nan_result, self._nan_expected) or accuracy.largest(errors)
 
     def _run(self, ready: ReadyPlan, operands: Tensors) -> torch.Tensor:
         x = operands["x"]
@@ -72,7 +72,3 @@ def _with_nan(operands: Tensors, layout: str) -> dict[str, torch.Tensor]:
         index = [int(i) for i in torch.unravel_index(torch.tensor(position), x.shape)]
         x[tuple(index)] = math.nan
     return {**operands, "x": x}
-
-
-def _largest(errors: Sequence[Errors]) -> Errors:
-    return Errors(max(e.largest for e in errors), max(e.rms for e in errors))

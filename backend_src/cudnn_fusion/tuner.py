@@ -255,14 +255,14 @@ class Tuner:
         chosen, swaps = whole_model.choose(resources, bucket, keys, tuned, options)
         inputs = model_inputs(resources.program, bucket, samples, seed, device)
         others = model_inputs(resources.program, bucket, None, seed + 1, device)
-        errors = whole_model.check(resources, bucket, chosen, inputs, others)
+        ours, alone = (Executor(resources, bucket, served, capture=True) for served in (chosen, plain))
+        errors = whole_model.check(resources, ours, inputs, others)
         if errors is not None and errors.refusal:
             self.problems.append(f"{bucket.name}: the whole program from these plans is {errors.refusal}")
             return None
         published = {swap.key: self._publish_swap(swap) for swap in swaps}
         outcomes = [replace(o, plan=published.get(o.work.key, o.plan)) for o in outcomes]
-        executors = [Executor(resources, bucket, served, capture=True) for served in (chosen, plain)]
-        ours_us, torch_us = whole_model.times_us(executors, device)
+        ours_us, torch_us = whole_model.times_us([ours, alone], device)
         record = BucketRecord(
             bucket.sizes,
             resources.program.sha256,

@@ -97,8 +97,9 @@ def _trials(
 
 def _share(executor: Executor, other: Executor) -> float:
     """Time of one executor as a share of the other's: the median over rounds in which both are run."""
-    first = [elapsed_us(e.run, 1) for e in (executor, other) for _ in range(2)][-1]
-    runs = max(1, min(200, round(ROUND_US / max(first, 1.0))))
+    executor.run()
+    other.run()
+    runs = max(1, min(200, round(ROUND_US / max(elapsed_us(other.run, 1), 1.0))))
     return statistics.median(
         elapsed_us(executor.run, runs) / elapsed_us(other.run, runs) for _ in range(ROUNDS)
     )
@@ -122,19 +123,15 @@ class WholeErrors:
     refusal: str | None
 
 
-def check(
-    resources: Resources, bucket: Bucket, served: Sequence[Served], inputs: Inputs, others: Inputs
-) -> WholeErrors | None:
-    """Errors of the whole program against float64, as it will be served; None if float64 cannot run it.
+def check(resources: Resources, executor: Executor, inputs: Inputs, others: Inputs) -> WholeErrors | None:
+    """Errors of the whole program against float64, as ``executor`` serves it; None if float64 cannot run it.
 
     Before each run for ``inputs`` there is one for ``others``: what a kernel reads unwritten is then theirs.
     """
     expected = reference(resources, inputs)
     if expected is None:
         return None
-    device = resources.device
-    plain = Interpreter(resources.program, resources.weights, device).run(inputs)
-    executor = Executor(resources, bucket, served, capture=True)
+    plain = Interpreter(resources.program, resources.weights, resources.device).run(inputs)
     ours: list[list[torch.Tensor]] = []
     for _ in range(CHECK_RUNS if executor.captured else 1):
         for values in (others, inputs):
@@ -143,19 +140,16 @@ def check(
             result = executor.run()
         ours.append([output.clone() for output in result])
     precision = resources.program.precision
-    largest, torch_largest, refusal = Errors(0.0, 0.0), Errors(0.0, 0.0), None
+    worst, torch_worst, refusal = Errors(0.0, 0.0), Errors(0.0, 0.0), None
     for index, wanted in enumerate(expected):
         if wanted is None:
             continue
         torch_error = accuracy.measure(plain[index], wanted)
-        error = _largest([accuracy.measure(outputs[index], wanted) for outputs in ours])
+        error = accuracy.largest([accuracy.measure(outputs[index], wanted) for outputs in ours])
         refusal = refusal or accuracy.verdict(error, torch_error, precision)
-        largest, torch_largest = _largest([largest, error]), _largest([torch_largest, torch_error])
-    return WholeErrors(largest, torch_largest, refusal)
-
-
-def _largest(errors: Sequence[Errors]) -> Errors:
-    return Errors(max(e.largest for e in errors), max(e.rms for e in errors))
+        worst = accuracy.largest([worst, error])
+        torch_worst = accuracy.largest([torch_worst, torch_error])
+    return WholeErrors(worst, torch_worst, refusal)
 
 
 def reference(resources: Resources, inputs: Inputs) -> list[torch.Tensor | None] | None:

@@ -166,7 +166,7 @@ def test_cudnn_does_not_look_at_the_device_name_so_the_store_must(blobs, kind):
     ],
 )
 def test_a_blob_that_is_no_plan_is_refused_with_an_error_that_loading_expects(blobs, damage):
-    """A blob with wrong first bytes and a matching checksum must not end a server (TensorRT issue 3566)."""
+    """A blob with wrong first bytes and a matching checksum must not end a server (seen in TensorRT)."""
     assert blobs[damage]
 
 

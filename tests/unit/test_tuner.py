@@ -21,7 +21,7 @@ from programs import (
 )
 from torch import nn
 
-from cudnn_fusion import accuracy, tuner, whole_model
+from cudnn_fusion import accuracy, tuner
 from cudnn_fusion.engines.torch_eager import TorchEngine
 from cudnn_fusion.environment import cpu_compatibility
 from cudnn_fusion.executor import Executor
@@ -214,7 +214,7 @@ class TestNothingFound:
             def run(self):
                 return [output * 1.001 for output in super().run()]
 
-        monkeypatch.setattr(whole_model, "Executor", Wrong)
+        monkeypatch.setattr(tuner, "Executor", Wrong)
         pretuning = tuner_of(program, store)
         outcomes = pretuning.tune(BUCKET, None)
         assert all(outcome.plan is not None for outcome in outcomes)

@@ -7,7 +7,7 @@ from torch import nn
 from cudnn_fusion import whole_model
 from cudnn_fusion.declarations import InputDeclaration
 from cudnn_fusion.evaluate import evaluate_segment
-from cudnn_fusion.executor import Resources
+from cudnn_fusion.executor import Executor, Resources
 from cudnn_fusion.partition import partition
 from cudnn_fusion.plan import Candidate, PlanKey
 from cudnn_fusion.plan_cache import Served
@@ -62,15 +62,19 @@ def served(resources, factor=1.0):
     ]
 
 
+def executor(resources, factor=1.0):
+    return Executor(resources, TWO, served(resources, factor), capture=True)
+
+
 def test_a_right_program_has_torchs_own_errors(resources, inputs):
-    errors = whole_model.check(resources, TWO, served(resources), *inputs)
+    errors = whole_model.check(resources, executor(resources), *inputs)
     assert errors.refusal is None
     assert 0 < errors.ours.rms < 1e-6
     assert errors.ours.rms == pytest.approx(errors.torch.rms, rel=0.5)
 
 
 def test_a_program_that_is_a_little_wrong_is_refused_with_the_figures(resources, inputs):
-    errors = whole_model.check(resources, TWO, served(resources, 1.0001), *inputs)
+    errors = whole_model.check(resources, executor(resources, 1.0001), *inputs)
     assert "wrong: error" in errors.refusal
     assert errors.ours.rms == pytest.approx(2e-4, rel=0.6)
 
@@ -83,9 +87,7 @@ def test_the_reference_is_float64_even_where_the_program_names_a_type(resources,
 
 def test_there_is_no_reference_where_values_are_not_finite(resources, inputs):
     assert whole_model.reference(resources, [inputs[0][0] * float("nan")]) is None
-    assert (
-        whole_model.check(resources, TWO, served(resources), [inputs[0][0] * float("inf")], inputs[1]) is None
-    )
+    assert whole_model.check(resources, executor(resources), [inputs[0][0] * float("inf")], inputs[1]) is None
 
 
 def test_on_a_cpu_nothing_is_swapped(resources):
