@@ -87,8 +87,8 @@ class Times:
 class Row:
     """The result. ``overhead`` is ``execute`` less its part ``run``, taken for each request.
 
-    ``parts`` hold the parts of ``execute``; ``rest`` is what none of them accounts for, the stopwatches' own
-    time included. ``weights_bytes`` is by number of buckets.
+    ``parts`` hold the parts of ``execute`` that were called; ``rest`` is what none of them accounts for, the
+    stopwatches' own time included. ``weights_bytes`` is by number of buckets.
     """
 
     model: str
@@ -208,7 +208,7 @@ def bytes_of_weights(model: Path, buckets: int) -> int:
 def row_of(network: Network, whole: Samples, parts: Samples, weights_bytes: Mapping[int, int]) -> Row:
     """The result: the overhead from the first samples, its parts from the second."""
     overhead = [execute - run for execute, run in zip(whole["execute"], whole["run"], strict=True)]
-    named = {part: parts[part] for part in PARTS}
+    named = {part: parts[part] for part in PARTS if part in parts}
     rest = [execute - sum(pieces) for execute, *pieces in zip(parts["execute"], *named.values(), strict=True)]
     return Row(
         network.name,

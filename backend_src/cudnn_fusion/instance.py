@@ -194,30 +194,28 @@ class Instance:
                 responses[index] = _error(pb_utils, str(error), pb_utils.TritonError.INVALID_ARG)
                 metrics.add("errors_total", 1, (("reason", "invalid"),))
         for together in group(incoming, program.batch_axis):
-            for served, result in self._run_apart(together):
-                if isinstance(result, Exception):
-                    for request in served:
-                        responses[request.index] = _failure(pb_utils, result)
-                    metrics.add("errors_total", len(served), (("reason", "failed"),))
-                    continue
-                metrics.add("requests_total", len(served), result)
-                for request in served:
-                    responses[request.index] = self._response(request, pb_utils)
+            self._answer(together, responses, pb_utils, metrics)
         return responses
 
-    def _run_apart(self, requests: Sequence[Incoming]) -> list[tuple[Sequence[Incoming], Labels | Exception]]:
+    def _answer(
+        self, requests: Sequence[Incoming], responses: list[Any], pb_utils: Any, metrics: Metrics
+    ) -> None:
         """Runs a group; where that fails, each of its requests alone: one does not fail the others."""
         try:
-            return [(requests, self._run(requests))]
+            served = self._run(requests)
         except Exception as error:
             _LOG.error("requests of %s failed: %s", requests[0].bucket.name, error)
             if len(requests) == 1:
-                return [(requests, error)]
-            results = []
+                responses[requests[0].index] = _failure(pb_utils, error)
+                metrics.add("errors_total", 1, (("reason", "failed"),))
+                return
             for request in requests:
                 request.outputs = []
-                results += self._run_apart([request])
-            return results
+                self._answer([request], responses, pb_utils, metrics)
+            return
+        metrics.add("requests_total", len(requests), served)
+        for request in requests:
+            responses[request.index] = self._response(request, pb_utils)
 
     def _run(self, requests: Sequence[Incoming]) -> Labels:
         """Runs a group of requests; gives how it was served."""
@@ -233,8 +231,12 @@ class Instance:
         with model.lock, _NO_STREAM if stream is None else torch.cuda.stream(stream):
             for part in choice.parts:
                 executor, _ = model.executor(part.bucket)
-                copy_in(requests, part, axis, executor.inputs)
-                cut_out(requests, part, axis, executor.run(), executor.captured)
+                if axis is None and stream is None:
+                    outputs = executor.run(requests[0].tensors)
+                else:
+                    copy_in(requests, part, axis, executor.inputs)
+                    outputs = executor.run()
+                cut_out(requests, part, axis, outputs, executor.captured)
                 origins.append(executor.origin)
             if stream is not None:
                 stream.synchronize()
@@ -248,7 +250,7 @@ class Instance:
             for spec, tensor in zip(self.model.program.outputs, request.outputs, strict=True)
             if spec.name in request.requested
         ]
-        return pb_utils.InferenceResponse(output_tensors=tensors)
+        return pb_utils.InferenceResponse(tensors)
 
     def report_load(self, metrics: Metrics) -> None:
         """Sets the metrics that loading decides."""

@@ -6,7 +6,7 @@ so that it can be read without Triton.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Incoming:
     index: int
     tensors: Sequence[torch.Tensor]
     bucket: Bucket
-    requested: frozenset[str]
+    requested: Collection[str]
     on_gpu: bool
     outputs: list[torch.Tensor] = field(default_factory=list)
 
@@ -52,16 +52,29 @@ def parse(index: int, request: Any, program: Program, fitting: Fitting | None = 
 
     ``fitting`` remembers what fits: most requests have types and dims that were checked before.
     """
+    given = request.inputs()
+    by_name = {given[0].name(): given[0]} if len(given) == 1 else {tensor.name(): tensor for tensor in given}
     tensors: list[torch.Tensor] = []
     on_gpu = False
-    by_name = {tensor.name(): tensor for tensor in request.inputs()}
     for spec in program.inputs:
-        given = by_name.get(spec.name)
-        if given is None:
+        tensor = by_name.get(spec.name)
+        if tensor is None:
             raise BadRequestError(f"input {spec.name!r} is missing; expected {_expected(program)}")
-        on_cpu = given.is_cpu()
-        on_gpu = on_gpu or not on_cpu
-        tensors.append(_tensor(given, on_cpu, spec))
+        try:
+            if tensor.is_cpu():
+                # A capsule is several times as fast as the object; on the CPU there is nothing to wait for.
+                tensors.append(from_dlpack(tensor.__dlpack__()))
+            else:
+                # The tensor's own stream is waited for only if torch gets the object, not a capsule of it.
+                on_gpu = True
+                tensors.append(from_dlpack(tensor))
+        except (RuntimeError, TypeError, ValueError, BufferError) as error:
+            raise BadRequestError(
+                f"input {spec.name!r} cannot be read ({error}); expected a contiguous "
+                f"{TRITON_NAMES[spec.dtype]} tensor of {describe(spec)}, with at least one element"
+            ) from error
+        if spec.dtype == "bool" and tensors[-1].dtype == torch.uint8:
+            tensors[-1] = tensors[-1].bool()
     key = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
     bucket = None if fitting is None else fitting.get(key)
     if bucket is None:
@@ -70,20 +83,7 @@ def parse(index: int, request: Any, program: Program, fitting: Fitting | None = 
             if len(fitting) >= REMEMBERED_FITTING:
                 fitting.clear()
             fitting[key] = bucket
-    return Incoming(index, tensors, bucket, frozenset(request.requested_output_names()), on_gpu)
-
-
-def _tensor(given: Any, on_cpu: bool, spec: TensorSpec) -> torch.Tensor:
-    try:
-        # A GPU tensor's own stream is waited for only if torch gets the object, not a capsule of it. On the
-        # CPU there is nothing to wait for, and a capsule is several times as fast.
-        tensor: torch.Tensor = from_dlpack(given.__dlpack__() if on_cpu else given)
-    except (RuntimeError, TypeError, ValueError, BufferError) as error:
-        raise BadRequestError(
-            f"input {spec.name!r} cannot be read ({error}); expected a contiguous {TRITON_NAMES[spec.dtype]} "
-            f"tensor of {describe(spec)}, with at least one element"
-        ) from error
-    return tensor.bool() if spec.dtype == "bool" and tensor.dtype == torch.uint8 else tensor
+    return Incoming(index, tensors, bucket, request.requested_output_names(), on_gpu)
 
 
 def _fitting_sizes(tensors: Sequence[torch.Tensor], program: Program) -> Bucket:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class Bucket:
-    """A size for every dynamic axis, sorted by axis name. A program without dynamic axes has one, empty."""
+class Bucket(NamedTuple):
+    """A size for every dynamic axis, sorted by axis name. A program without dynamic axes has one, empty.
+
+    A named tuple because every request looks buckets up: a dataclass's hash is a call in Python.
+    """
 
     sizes: tuple[tuple[str, int], ...]
 

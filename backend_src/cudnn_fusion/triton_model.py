@@ -7,6 +7,7 @@ plans) -> `requests.copy_in` -> `executor.Executor.run` -> `requests.cut_out` ->
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Sequence
@@ -61,6 +62,9 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"model {args['model_name']}: {error}") from error
         self._metrics = Metrics(pb_utils, args["model_name"], args["model_version"])
         self._instance.report_load(self._metrics)
+        # What is loaded stays: without it a collection in the middle of a request has little to look at.
+        gc.collect()
+        gc.freeze()
         pb_utils.Logger.log_info(f"{args['model_instance_name']}: {self._instance.describe()}")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:

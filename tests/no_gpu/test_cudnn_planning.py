@@ -7,7 +7,8 @@ import planning
 import pytest
 from planning import segment_of
 
-from cudnn_fusion import accuracy, devices
+from cudnn_fusion import accuracy, devices, preflight
+from cudnn_fusion.engines import cudnn_graph
 from cudnn_fusion.engines.cudnn_graph import PLANS_PER_FORM
 from cudnn_fusion.environment import target_compatibility
 from cudnn_fusion.plan_store import Found, Miss, PlanStore
@@ -35,6 +36,13 @@ def stored(everything):
 @pytest.fixture(scope="module")
 def planned(everything):
     return everything[2]
+
+
+def test_the_frontend_is_looked_for_once(monkeypatch):
+    """Every run of a plan comes by here, and looking for libcudnn takes milliseconds."""
+    frontend = cudnn_graph._cudnn()
+    monkeypatch.setattr(preflight, "load_cudnn", lambda: pytest.fail("looked for again"))
+    assert cudnn_graph._cudnn() is frontend
 
 
 def here():

@@ -78,6 +78,23 @@ def test_outputs_that_are_inputs_or_weights_are_handed_out_as_copies():
     assert program.weights["weight"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_a_callers_own_tensors_are_run_on_as_they_lie_and_stay_the_callers():
+    program = program_of(_Handed(), "x:FP32[2,3,4,4]")
+    executor = executor_of(resources_of(program), Bucket(()))
+    memory = bytearray(2 * 3 * 16 * 4 + 4)
+    for offset in (0, 4, 2):
+        x = torch.frombuffer(memory, dtype=torch.float32, count=2 * 3 * 16, offset=offset).view(2, 3, 4, 4)
+        given = torch.randn(x.shape)
+        x.copy_(given)
+        outputs = executor.run([x])
+        for got, wanted in zip(outputs, run_in_torch(program, given), strict=True):
+            torch.testing.assert_close(got, wanted)
+        for output in outputs:
+            output.add_(1)
+        assert torch.equal(x, given), "an output is never the caller's memory"
+        assert not executor.inputs[0].any(), "nothing was copied into the executor's buffer"
+
+
 def test_inputs_of_segments_lie_as_segments_want_them():
     resources = resources_of(line())
     (x,) = executor_of(resources, Bucket.of({"batch": 2, "length": 10})).inputs

@@ -13,19 +13,33 @@ def incoming(index: int) -> Incoming:
 
 def test_a_group_that_fails_is_run_one_by_one():
     runs = []
+    served = (("bucket", "batch=1"),)
 
     def run(requests):
         runs.append([request.index for request in requests])
         if any(request.index == 1 for request in requests):
             raise IndexError("index out of range in self")
-        return (("bucket", "batch=1"),)
+        return served
 
-    instance = SimpleNamespace(_run=run)
-    instance._run_apart = lambda requests: Instance._run_apart(instance, requests)
-    results = {
-        served[0].index: result
-        for served, result in Instance._run_apart(instance, [incoming(i) for i in range(3)])
-    }
+    counted = []
+    triton = SimpleNamespace(
+        InferenceResponse=lambda error: error,
+        TritonError=lambda message, code: (code, message),
+    )
+    triton.TritonError.INVALID_ARG = "INVALID_ARG"
+    metrics = SimpleNamespace(add=lambda *count: counted.append(count))
+    instance = SimpleNamespace(_run=run, _response=lambda request, _: f"answer {request.index}")
+    instance._answer = lambda *arguments: Instance._answer(instance, *arguments)
+    responses = [None] * 3
+    instance._answer([incoming(index) for index in range(3)], responses, triton, metrics)
     assert runs == [[0, 1, 2], [0], [1], [2]]
-    assert isinstance(results[1], IndexError)
-    assert results[0] == results[2] == (("bucket", "batch=1"),)
+    assert responses[0] == "answer 0"
+    assert responses[2] == "answer 2"
+    code, message = responses[1]
+    assert code == "INVALID_ARG"
+    assert message.startswith("index out of range in self")
+    assert counted == [
+        ("requests_total", 1, served),
+        ("errors_total", 1, (("reason", "failed"),)),
+        ("requests_total", 1, served),
+    ]
