@@ -73,6 +73,7 @@ class Row:
     ours_error: float | None = None
     eager_error: float | None = None
     first_answer_s: float | None = None
+    first_answer_parts_s: Mapping[str, float] | None = None
     sequence: int | None = None
     spread_us: Mapping[str, float] | None = None
     tuning_s: float | None = None
@@ -161,11 +162,11 @@ def measure(
         (version / LOWERED).mkdir(parents=True)
         lowered.write(program, version / LOWERED)
         tuned = {batch: tune(version, batch, device, Path(folder) / "staging") for batch in batches}
-        answers = {batch: first_answer_s(version, network, precision, batch) for batch in batches}
+        answers = {batch: first_answer(version, network, precision, batch) for batch in batches}
         instance = Instance.open(version, device, Settings(), Clock())
         for batch in batches:
             row = Row(name, batch, precision, tuning_s=tuned[batch][0], candidates_timed=tuned[batch][1])
-            row.first_answer_s = answers[batch]
+            row.first_answer_s, row.first_answer_parts_s = answers[batch] or (None, None)
             row.load_s = sum(instance.clock.seconds.values())
             modes = ["reduce-overhead"] * with_compile + ["max-autotune"] * (batch in thorough)
             measure_row(row, network, instance, device, modes)
@@ -183,8 +184,10 @@ def tune(version: Path, batch: int, device: torch.device, staging: Path) -> tupl
     return time.perf_counter() - started, result.timed_candidates
 
 
-def first_answer_s(version: Path, network: Network, precision: str, batch: int) -> float | None:
-    """Seconds from the start of a process to its first answer, less the import of torch and cudnn."""
+def first_answer(
+    version: Path, network: Network, precision: str, batch: int
+) -> tuple[float, Mapping[str, float]] | None:
+    """Seconds from the start of a process to its first answer less the import of torch and cudnn; parts."""
     dims = json.dumps([batch, *network.dims])
     command = [
         sys.executable,
@@ -197,7 +200,8 @@ def first_answer_s(version: Path, network: Network, precision: str, batch: int) 
     if ended.returncode != 0:
         print(ended.stderr[-2000:], flush=True)
         return None
-    return float(ended.stdout.splitlines()[-1])
+    seconds, parts = ended.stdout.splitlines()[-2:]
+    return float(seconds), json.loads(parts)
 
 
 def measure_row(
