@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +112,6 @@ class Executor:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: list[torch.Tensor] = []
         device = resources.device
-        started = time.perf_counter()
         before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         workspace = resources.workspace_of(max((s.ready.workspace_bytes for s in served), default=0))
         self._interpreter = Interpreter(
@@ -133,7 +131,6 @@ class Executor:
         self.bytes = sum(t.numel() * t.element_size() for t in self.inputs)
         if device.type == "cuda":
             self.bytes = max(self.bytes, torch.cuda.memory_reserved(device) - before)
-        self.build_s = time.perf_counter() - started
 
     @property
     def captured(self) -> bool:

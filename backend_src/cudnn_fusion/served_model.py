@@ -35,7 +35,6 @@ class LoadReport:
     buckets: list[Bucket] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     plans_s: float = 0.0
-    executors_s: float = 0.0
 
 
 class ServedModel:
@@ -105,16 +104,13 @@ class ServedModel:
                 continue
             self._served += served
             report.plans_s += planned - started
-            report.executors_s += executor.build_s
             report.buckets.append(bucket)
             self._tuned.add(bucket)
             self._choices.clear()
             self._executors[bucket] = executor
-        if self.resources.device.type == "cuda":
-            self._warm_up()
         return report
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Runs the reference once at the smallest sizes.
 
         Torch's first call of a kernel loads libraries: the first request of an untuned size must not wait.

@@ -106,7 +106,7 @@ def test_a_restart_finds_every_plan_and_builds_and_times_nothing(net):
     assert net.metric("segments", "origin") == {"exact": 12}
     assert net.metric("buckets", "state") == {"tuned": 3, "skipped": 0}
     seconds = net.metric("load_seconds", "part")
-    assert set(seconds) == {"imports", "read", "preflight", "weights", "plans", "executors"}
+    assert set(seconds) == {"imports", "read", "preflight", "weights", "plans", "executors", "warm_up"}
     assert min(seconds.values()) > 0
     assert seconds["imports"] > 0.2
 
