@@ -101,13 +101,14 @@ class Executor:
 
     ``served`` is in the order of ``partition.sites``. With ``capture`` False nothing is captured, as for a
     size that is served once. Building runs the program, so it is never done on the request path of a tuned
-    bucket.
+    bucket. ``on_cpu`` says whether `run` takes a caller's tensors.
     """
 
     def __init__(self, resources: Resources, bucket: Bucket, served: Sequence[Served], capture: bool) -> None:
         self.bucket = bucket
         self.origins = Counter(s.origin for s in served)
         self.origin = worst(self.origins)
+        self.on_cpu = resources.device.type == "cpu"
         self._resources = resources
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: list[torch.Tensor] = []

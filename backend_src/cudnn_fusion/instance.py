@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from cudnn_fusion.environment import (
     current_provenance,
 )
 from cudnn_fusion.metrics import Labels, Metrics
-from cudnn_fusion.plan_cache import PlanCache, worst
+from cudnn_fusion.plan_cache import ORIGINS, PlanCache, worst
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.requests import (
     BadRequestError,
@@ -41,10 +40,9 @@ from cudnn_fusion.requests import (
 )
 from cudnn_fusion.served_model import LoadReport, ServedModel
 from cudnn_fusion.settings import Settings
+from cudnn_fusion.shapes import Part
 
 _LOG = logging.getLogger(__name__)
-
-_NO_STREAM = contextlib.nullcontext()
 
 LOWERED = "lowered"
 PLANS = "plans"
@@ -198,7 +196,7 @@ class Instance:
             except BadRequestError as error:
                 responses[index] = _error(pb_utils, str(error), pb_utils.TritonError.INVALID_ARG)
                 metrics.add("errors_total", 1, (("reason", "invalid"),))
-        for together in group(incoming, program.batch_axis):
+        for together in [incoming] if len(incoming) == 1 else group(incoming, program.batch_axis):
             self._answer(together, responses, pb_utils, metrics)
         return responses
 
@@ -231,21 +229,30 @@ class Instance:
         choice = model.choose(bucket)
         if choice.kind == "exact_shape" and len(requests) == 1:
             axis = None  # The request is the bucket: no rows to lay together or to cut.
-        origins: list[str] = []
         stream = model.resources.stream
-        with model.lock, _NO_STREAM if stream is None else torch.cuda.stream(stream):
-            for part in choice.parts:
-                executor, _ = model.executor(part.bucket)
-                if axis is None and stream is None:
-                    outputs = executor.run(requests[0].tensors)
-                else:
-                    copy_in(requests, part, axis, executor.inputs)
-                    outputs = executor.run()
-                cut_out(requests, part, axis, outputs, executor.captured)
-                origins.append(executor.origin)
-            if stream is not None:
-                stream.synchronize()
-        return (("bucket", choice.label), ("choice", choice.kind), ("origin", worst(origins)))
+        with model.lock:
+            if stream is None:
+                origin = self._run_parts(requests, choice.parts, axis)
+            else:
+                with torch.cuda.stream(stream):
+                    origin = self._run_parts(requests, choice.parts, axis)
+                    stream.synchronize()
+        return (("bucket", choice.label), ("choice", choice.kind), ("origin", origin))
+
+    def _run_parts(self, requests: Sequence[Incoming], parts: Sequence[Part], axis: str | None) -> str:
+        """Runs each part; the worst origin. Without ``axis`` the first request is the part."""
+        origin = ORIGINS[0]
+        for part in parts:
+            executor, _ = self.model.executor(part.bucket)
+            if axis is None and executor.on_cpu:
+                outputs = executor.run(requests[0].tensors)
+                requests[0].outputs = [output.contiguous() for output in outputs]
+            else:
+                copy_in(requests, part, axis, executor.inputs)
+                cut_out(requests, part, axis, executor.run(), executor.captured)
+            if executor.origin != origin:
+                origin = worst((origin, executor.origin))
+        return origin
 
     def _response(self, request: Incoming, pb_utils: Any) -> Any:
         # By DLPack: an array of numpy 2 arrives empty on older servers, and BF16 has no numpy type. From the

@@ -143,7 +143,7 @@ def group(requests: Sequence[Incoming], batch_axis: str | None) -> list[list[Inc
 
     Without a batch axis each request is alone.
     """
-    if batch_axis is None or len(requests) == 1:
+    if batch_axis is None:
         return [[request] for request in requests]
     groups: dict[Bucket, list[Incoming]] = {}
     for request in requests:
