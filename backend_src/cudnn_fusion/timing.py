@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,11 @@ CPU_FINAL_ROUNDS = 7
 FINALISTS = 8
 FIRST_RUNS_PER_GRAPH = 5
 RUNS_PER_GRAPH = 20
+FIRST_GRAPH_US = 500.0
+GRAPH_US = 4000.0
+"""A graph holds fewer runs than that when these take longer: long runs need no repetition."""
+HOPELESS = 4.0
+"""A run that alone takes so many times the fastest's leaves at once; it is not even captured."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,12 @@ def time_interleaved(
 ) -> dict[int, Timing]:
     """Times every run in turn, round by round, so that a change of clocks or load meets all alike.
 
-    After a few rounds only the fastest go on, and those whose index is in ``keep``; of them those that
-    ``accept`` refuses are left out, and the next fastest take their places. Returns the timing of all others
-    by index; of those that left early, what was measured until then. On a GPU a run is a CUDA-graph replay of
-    some calls between events, in the end `RUNS_PER_GRAPH`. A run that raises (one that cannot be captured
-    does) is left out and told to ``on_failure``; without that, raises.
+    The hopeless leave after one run, and after a few rounds only the fastest go on, and those whose index is
+    in ``keep``; of them those that ``accept`` refuses are left out, and the next fastest take their places.
+    Returns the timing of all others by index; of those that left early, what was measured until then. On a
+    GPU a run is a CUDA-graph replay of some calls between events, in the end up to `RUNS_PER_GRAPH`. A run
+    that raises (one that cannot be captured does) is left out and told to ``on_failure``; without that,
+    raises.
     """
     race = _Race(device, on_failure, accept)
     for index, run in enumerate(runs):
@@ -67,6 +74,7 @@ class _Race:
     ) -> None:
         self.samples: dict[int, list[float]] = {}
         self._runs: dict[int, Run] = {}
+        self._alone_us: dict[int, float] = {}
         self._measures: dict[int, Callable[[], float]] = {}
         self._accepted: set[int] = set()
         self._device = device
@@ -76,16 +84,29 @@ class _Race:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def enter(self, index: int, run: Run) -> None:
-        """Prepares a run, which runs it."""
+        """Runs it; prepares it for the first rounds unless it is hopeless."""
         self._runs[index] = run
         self.samples[index] = []
-        self._prepare(index, FIRST_RUNS_PER_GRAPH)
+        try:
+            run()
+            alone = _alone_us(run, self._device)
+            fastest = min(self._alone_us.values(), default=alone)
+            if alone > HOPELESS * fastest:
+                alone = min(alone, _alone_us(run, self._device))  # Something else may have held it up.
+        except (RuntimeError, ValueError, TypeError) as failure:
+            self._leave(index, failure)
+            return
+        self._alone_us[index] = alone
+        if alone > HOPELESS * fastest:
+            self.samples[index].append(alone)
+        else:
+            self._prepare(index, FIRST_RUNS_PER_GRAPH, FIRST_GRAPH_US)
 
     def rounds(self, which: Sequence[int], count: int) -> None:
         """Measures each of ``which`` once a round."""
         for _ in range(count):
             for index in which:
-                if index not in self.samples:
+                if index not in self.samples or index not in self._measures:
                     continue
                 try:
                     self.samples[index].append(self._measures[index]())
@@ -101,14 +122,15 @@ class _Race:
             finalists = self._fastest(keep)
             for index in finalists:
                 self.samples[index].clear()
-                if self._device.type == "cuda":
-                    self._prepare(index, RUNS_PER_GRAPH)
+                if self._device.type == "cuda" or index not in self._measures:
+                    self._prepare(index, RUNS_PER_GRAPH, GRAPH_US)
             self.rounds(finalists, count)
             if all(index in self.samples for index in finalists):
                 return finalists
 
-    def _prepare(self, index: int, calls: int) -> None:
+    def _prepare(self, index: int, most_calls: int, graph_us: float) -> None:
         run = self._runs[index]
+        calls = max(1, min(most_calls, math.ceil(graph_us / max(self._alone_us[index], 1.0))))
         try:
             self._measures[index] = (
                 _measure_cuda(run, self._device, calls, self._pool)
@@ -149,9 +171,12 @@ def _summary(values: Sequence[float], final: bool) -> Timing:
     return Timing(statistics.median(values), high - low, final)
 
 
-def _measure_cpu(run: Run) -> Callable[[], float]:
-    run()
+def _alone_us(run: Run, device: torch.device) -> float:
+    """One run by itself. On a GPU the time to launch it counts where that is longer."""
+    return elapsed_us(run, 1) if device.type == "cuda" else _measure_cpu(run)()
 
+
+def _measure_cpu(run: Run) -> Callable[[], float]:
     def measure() -> float:
         started = time.perf_counter()
         run()

@@ -49,15 +49,35 @@ def test_every_run_gets_a_median_and_a_spread(clock):
 
 def test_runs_take_turns(clock):
     time_interleaved([clock.run("a", 100), clock.run("b", 120)], CPU)
-    assert clock.order[2:8] == ["a", "b"] * 3
+    assert clock.order[4:10] == ["a", "b"] * 3
 
 
 def test_slow_runs_leave_early_and_those_kept_stay(clock):
+    runs = [clock.run(str(us), us) for us in (100, 300, 250, 110)]
+    timings = time_interleaved(runs, CPU, keep=(1,))
+    assert [timings[i].final for i in range(4)] == [True, True, False, True]
+    assert timings[2].median_us == pytest.approx(250)
+    assert clock.order.count("250") == 2 + FIRST_ROUNDS
+
+
+def test_hopeless_runs_leave_at_once_and_those_kept_are_timed_to_the_end(clock):
     runs = [clock.run(str(us), us) for us in (100, 1000, 900, 110)]
     timings = time_interleaved(runs, CPU, keep=(1,))
     assert [timings[i].final for i in range(4)] == [True, True, False, True]
+    assert clock.order.count("900") == 3
     assert timings[2].median_us == pytest.approx(900)
-    assert clock.order.count("900") == 1 + FIRST_ROUNDS
+    assert timings[1].median_us == pytest.approx(1000)
+
+
+def test_a_run_that_was_held_up_once_is_not_hopeless(clock):
+    calls = []
+
+    def held_up(_):
+        calls.append(1)
+        return 5000 if len(calls) == 2 else 90
+
+    timings = time_interleaved([clock.run("a", 100), clock.run("b", held_up)], CPU)
+    assert fastest(timings) == 1
 
 
 def test_only_so_many_go_on(clock):
@@ -72,7 +92,7 @@ def test_who_left_in_quiet_times_does_not_win(clock):
 
     def fast(_):
         calls.append(1)
-        clock.load = 4.0 if len(calls) > 1 + FIRST_ROUNDS else 1.0
+        clock.load = 4.0 if len(calls) > 2 + FIRST_ROUNDS else 1.0
         return 100
 
     timings = time_interleaved([clock.run("fast", fast), clock.run("slow", 200)], CPU)
