@@ -290,13 +290,14 @@ class Instance:
         for executor in self.model.live:
             origins.update(executor.origins)
         seconds = ", ".join(f"{part} {value:.2f}" for part, value in self.clock.seconds.items())
-        buckets = " ".join(bucket.name for bucket in self.report.buckets) or "none"
+        taken = {executor.bucket: executor.bytes / 2**20 for executor in self.model.live}
+        buckets = " ".join(f"{b.name} ({taken.get(b, 0.0):.1f} MiB)" for b in self.report.buckets) or "none"
         text = (
             f"program {self.model.program.sha256[:12]} {self.model.program.precision} "
             f"on {self.place.device}; tuned buckets: {buckets}; segments: {dict(origins)}; "
             f"seconds: {seconds}; MiB: weights {self.model.resources.weight_bytes / 2**20:.1f}, "
             f"workspace {self.model.resources.workspace.numel() / 2**20:.1f}, "
-            f"executors {sum(e.bytes for e in self.model.live) / 2**20:.1f}"
+            f"buckets {sum(taken.values()):.1f}"
         )
         for note in (*self.report.skipped, *self.model.reasons()):
             text += f"\n  {note}"

@@ -11,6 +11,7 @@ from torch import nn
 
 from cudnn_fusion.engines.base import BuiltPlan
 from cudnn_fusion.environment import cpu_compatibility
+from cudnn_fusion.instance import Clock, Instance, Place
 from cudnn_fusion.plan import BucketRecord, Candidate
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.shapes import Bucket
@@ -320,3 +321,14 @@ class TestBackground:
         self.go.set()
         run(model, torch.randn(4, 3, 8, 8))
         self.wait_until(lambda: model.live[-1].origin == "heuristic")
+
+
+def test_the_line_for_the_log_says_what_each_bucket_takes(program, tuned):
+    model = served(program, tuned)
+    report = model.load()
+    for executor, mib in zip(model.live, (1.0, 2.0, 3.5, 4.0, 5.0), strict=True):
+        executor.bytes = int(mib * 2**20)
+    place = Place(torch.device("cpu"), {}, cpu_compatibility())
+    line = Instance(model, place, Clock(), report).describe()
+    assert "batch=16 (1.0 MiB) batch=8 (2.0 MiB) batch=4 (3.5 MiB)" in line
+    assert "buckets 15.5" in line
