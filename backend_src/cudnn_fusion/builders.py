@@ -19,6 +19,7 @@ import torch
 
 from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, Sizes, one_line, reason_of
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine, form_names
+from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import Dims, Segment
 
 _LOG = logging.getLogger(__name__)
@@ -26,17 +27,30 @@ _LOG = logging.getLogger(__name__)
 Built = tuple[str, BuiltPlan | str]
 """A candidate's label, and what was built of it or the reason why nothing was."""
 
-MAX_WORKERS = 8
-"""More would wait for the one process that times."""
+MAX_WORKERS = 16
+PARTS = 4
+"""A form's candidates are built in so many tasks: compiling forty kernels one by one takes half a minute."""
 
-_Key = tuple[str, str, tuple[tuple[str, Dims], ...]]
+_Task = tuple[str, int]
+"""A form, and which part of its candidates."""
+_Key = tuple[str, _Task, tuple[tuple[str, Dims], ...]]
 
 
-def build_all(engine: Engine, segment: Segment, sizes: Sizes, form: str | None = None) -> Iterator[Built]:
-    """Builds every candidate of an engine, or of one of its forms."""
-    for candidate in engine.candidates(segment, sizes):
-        if form is not None and candidate.form != form:
-            continue
+def build_all(engine: Engine, segment: Segment, sizes: Sizes) -> Iterator[Built]:
+    """Builds every candidate of an engine."""
+    return _build_each(engine, segment, sizes, engine.candidates(segment, sizes))
+
+
+def build_task(engine: CudnnEngine, segment: Segment, sizes: Sizes, task: _Task) -> Iterator[Built]:
+    """Builds the candidates of one task."""
+    form, part = task
+    return _build_each(engine, segment, sizes, engine.candidates(segment, sizes, form)[part::PARTS])
+
+
+def _build_each(
+    engine: Engine, segment: Segment, sizes: Sizes, candidates: Iterable[Candidate]
+) -> Iterator[Built]:
+    for candidate in candidates:
         try:
             yield candidate.label(), engine.build(segment, sizes, candidate)
         except FAILURES as failure:
@@ -49,7 +63,7 @@ class Builders:
     def __init__(self, device: torch.device, workers: int | None = None) -> None:
         self._engine = CudnnEngine(device)
         self._pool = ProcessPoolExecutor(
-            workers or max(1, min(MAX_WORKERS, (os.cpu_count() or 2) // 2)),
+            workers or max(1, min(MAX_WORKERS, (os.cpu_count() or 2) - 1)),
             mp_context=multiprocessing.get_context("spawn"),
         )
         self._pending: dict[_Key, Future[list[Built]]] = {}
@@ -57,18 +71,18 @@ class Builders:
     def start(self, wanted: Sequence[tuple[Segment, Sizes]]) -> None:
         """Has the candidates of these segments built, in this order."""
         for segment, sizes in wanted:
-            for form in form_names(segment, sizes):
+            for task in _tasks(segment, sizes):
                 # A pool with a dead worker takes nothing more.
                 with contextlib.suppress(BrokenProcessPool):
-                    self._pending[_key(segment, sizes, form)] = self._pool.submit(
-                        _build, self._engine.device.index or 0, segment, dict(sizes), form
+                    self._pending[_key(segment, sizes, task)] = self._pool.submit(
+                        _build, self._engine.device.index or 0, segment, dict(sizes), task
                     )
 
     def built(self, segment: Segment, sizes: Sizes) -> Iterable[Built]:
         """What was built of a segment's candidates; waits for it. What no worker builds is built here."""
-        for form in form_names(segment, sizes):
-            pending = self._pending.pop(_key(segment, sizes, form), None)
-            built: Iterable[Built] = build_all(self._engine, segment, sizes, form)
+        for task in _tasks(segment, sizes):
+            pending = self._pending.pop(_key(segment, sizes, task), None)
+            built: Iterable[Built] = build_task(self._engine, segment, sizes, task)
             if pending is not None:
                 try:
                     built = pending.result()
@@ -81,8 +95,12 @@ class Builders:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _key(segment: Segment, sizes: Mapping[str, Dims], form: str) -> _Key:
-    return segment.signature() + segment.precision, form, tuple(sorted(sizes.items()))
+def _tasks(segment: Segment, sizes: Sizes) -> list[_Task]:
+    return [(form, part) for form in form_names(segment, sizes) for part in range(PARTS)]
+
+
+def _key(segment: Segment, sizes: Mapping[str, Dims], task: _Task) -> _Key:
+    return segment.signature() + segment.precision, task, tuple(sorted(sizes.items()))
 
 
 @functools.cache
@@ -92,5 +110,5 @@ def _worker_engine(device_index: int) -> CudnnEngine:
     return engine
 
 
-def _build(device_index: int, segment: Segment, sizes: Sizes, form: str) -> list[Built]:
-    return list(build_all(_worker_engine(device_index), segment, sizes, form))
+def _build(device_index: int, segment: Segment, sizes: Sizes, task: _Task) -> list[Built]:
+    return list(build_task(_worker_engine(device_index), segment, sizes, task))

@@ -72,6 +72,20 @@ def test_long_chains_are_compiled_at_run_time_and_short_ones_are_not(stored):
         assert "RUNTIME_COMPILATION" in answers[index]["built"][form]["notes"]
 
 
+def test_every_configuration_of_a_runtime_compiled_form_is_a_candidate_once(stored):
+    """The heuristics name a few; a form that precompiled engines serve has those of the heuristics alone."""
+    _, answers = stored
+
+    def names(answer, form):
+        return [c["plan_name"] for c in answer["replayable"] if c["form"] == form]
+
+    assert len(names(answers[0], "conv2d+bias+relu")) <= PLANS_PER_FORM[0]
+    for index in (1, 2):
+        found = names(answers[index], "+".join(["conv2d", *FUSED[index]]))
+        assert len(found) > 30
+        assert len(set(found)) == len(found)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [

@@ -51,8 +51,9 @@ class StandIn:
         if self.home not in (0, os.getpid()):
             raise RuntimeError("CUDNN_STATUS_ALLOC_FAILED")
 
-    def candidates(self, segment, sizes):
-        return [Candidate("cudnn", form, f"plan{i}") for form in form_names(segment, sizes) for i in range(2)]
+    def candidates(self, segment, sizes, only=None):
+        forms = [form for form in form_names(segment, sizes) if only in (None, form)]
+        return [Candidate("cudnn", form, f"plan{i}") for form in forms for i in range(2)]
 
     def build(self, segment, sizes, candidate):
         rows = sizes["x"][0]
@@ -204,7 +205,7 @@ def test_closing_leaves_out_what_is_not_built_yet(workers, engine, monkeypatch):
     list(pool.built(SEGMENT, sizes(1)))
     pool.close()
     done = len(log())
-    # What the worker was at, and the one form that a pool with one worker has handed out beyond it.
+    # What the worker was at, and the tasks that a pool with one worker has handed out beyond it.
     assert done <= 4 + 3 * 2
     assert multiprocessing.active_children() == []
     pool.close()
@@ -219,12 +220,17 @@ def test_a_segment_without_convolution_has_nothing_to_build(workers):
     assert list(pool.built(empty, {})) == []
 
 
-@pytest.mark.parametrize("form", [None, *FORMS, "another"])
-def test_one_form_or_all_are_built(engine, form):
-    built = list(build_all(StandIn(DEVICE), SEGMENT, sizes(), form))
-    assert [plan.candidate.form for _, plan in built] == [
-        name for name in FORMS for _ in range(2) if form in (None, name)
-    ]
+def test_the_tasks_of_a_form_build_each_of_its_candidates_once(engine):
+    stand_in = StandIn(DEVICE)
+    assert [label for label, _ in build_all(stand_in, SEGMENT, sizes())] == labels()
+    for form in FORMS:
+        built = [
+            label
+            for part in range(builders.PARTS)
+            for label, _ in builders.build_task(stand_in, SEGMENT, sizes(), (form, part))
+        ]
+        assert sorted(built) == [Candidate("cudnn", form, f"plan{i}").label() for i in range(2)]
+    assert list(builders.build_task(stand_in, SEGMENT, sizes(), ("another", 0))) == []
 
 
 def test_a_fault_that_is_no_refusal_is_not_taken_for_one(engine, monkeypatch):
@@ -240,14 +246,14 @@ def test_workers_start_afresh_and_are_few():
     assert pool._pool._mp_context.get_start_method() == "spawn"
     assert 1 <= pool._pool._max_workers <= builders.MAX_WORKERS
     pool.close()
-    sent = (builders._build, 3, SEGMENT, sizes(), FORMS[0])
+    sent = (builders._build, 3, SEGMENT, sizes(), (FORMS[0], 1))
     assert pickle.loads(pickle.dumps(sent)) == sent
 
 
 @pytest.mark.parametrize(
-    ("cores", "workers"), [(None, 1), (1, 1), (2, 1), (8, 4), (200, builders.MAX_WORKERS)]
+    ("cores", "workers"), [(None, 1), (1, 1), (2, 1), (8, 7), (200, builders.MAX_WORKERS)]
 )
-def test_half_the_cores_build(monkeypatch, cores, workers):
+def test_all_cores_but_one_build(monkeypatch, cores, workers):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     pool = Builders(DEVICE)
     assert pool._pool._max_workers == workers

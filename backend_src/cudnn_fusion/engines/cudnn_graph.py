@@ -14,7 +14,7 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,6 @@ class _Form:
 
 
 PLANS_PER_MATMUL_FORM = 10
-"""Matrix products have fewer plans, and each is compiled, which takes long."""
 
 
 def forms(segment: Segment, sizes: Sizes) -> list[_Form]:
@@ -131,6 +130,10 @@ def is_matmul(segment: Segment, sizes: Sizes) -> bool:
     )
 
 
+_Listed = tuple[int, Candidate]
+"""A plan's index in its graph, and the plan."""
+
+
 class CudnnEngine:
     """Plans, builds and runs cuDNN graphs on CUDA device ``device``, or plans for ``target``.
 
@@ -152,12 +155,17 @@ class CudnnEngine:
         self._threads = threading.local()
         self._planned = functools.lru_cache(maxsize=4)(self._plan)
 
-    def candidates(self, segment: Segment, sizes: Sizes) -> list[Candidate]:
-        """All plans of all forms, cuDNN's order (modes A, B, FALLBACK), fused forms first."""
+    def candidates(self, segment: Segment, sizes: Sizes, only: str | None = None) -> list[Candidate]:
+        """Plans of all forms, or of the one named ``only``: fused first, cuDNN's order (A, B, FALLBACK).
+
+        Behind a form's plans come further configurations of its kernels that the heuristics do not name.
+        """
         found: list[Candidate] = []
         for form in forms(segment, sizes):
+            if only not in (None, form.name):
+                continue
             try:
-                found += list(self._planned(form, _freeze(sizes))[1])
+                found += [candidate for _, candidate in self._planned(form, _freeze(sizes))[1]]
             except CandidateRejectedError:
                 continue
         return found
@@ -233,9 +241,7 @@ class CudnnEngine:
                 self._threads.handle = _cudnn().create_handle()
         return self._threads.handle
 
-    def _plan(
-        self, form: _Form, sizes: tuple[tuple[str, tuple[int, ...]], ...]
-    ) -> tuple[Any, list[Candidate]]:
+    def _plan(self, form: _Form, sizes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Any, list[_Listed]]:
         """The operation graph of a form with its plans listed, none built."""
         cudnn = _cudnn()
         try:
@@ -251,13 +257,15 @@ class CudnnEngine:
             if form.segment.precision != "fp32":
                 # Strict fp32 takes all: those that it bars come first (25 of 34), and are refused unbuilt.
                 count = min(count, form.plan_limit)
-            listed = [_listed(graph, form, index) for index in range(count)]
+            listed = [(index, _listed(graph, form, index)) for index in range(count)]
+            if form.segment.precision != "fp32":
+                listed += _more_configurations(graph, form, listed)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
             raise CandidateRejectedError(f"cuDNN has no plan for {form.name}: {one_line(error)}") from error
         return graph, listed
 
-    def _index(self, graph: Any, listed: list[Candidate], candidate: Candidate) -> int:
-        for index, other in enumerate(listed):
+    def _index(self, graph: Any, listed: Sequence[_Listed], candidate: Candidate) -> int:
+        for index, other in listed:
             if other.plan_name == candidate.plan_name:
                 return index
         if candidate.engine_id is None or not candidate.replayable:
@@ -375,6 +383,42 @@ def _listed(graph: Any, form: _Form, index: int) -> Candidate:
     # Knobs that this frontend has no name for all read as NOT_SET: one overwrites the other.
     replayable = "NOT_SET" not in dict(named) and name.count("_k") == len(named)
     return Candidate("cudnn", form.name, name, int(engine_id), named, replayable)
+
+
+def _more_configurations(graph: Any, form: _Form, listed: Sequence[_Listed]) -> list[_Listed]:
+    """Kernel configurations of a runtime-compiled engine beyond those that the heuristics name.
+
+    They name two or three of some forty, rarely the fastest. Not for a form that precompiled engines serve
+    too: of those the heuristics name many, and each configuration takes a second to compile.
+    """
+    cudnn = _cudnn()
+    knob = cudnn.knob_type.KERNEL_CFG
+    highest = {}
+    engines = dict.fromkeys(candidate.engine_id for _, candidate in listed)
+    for engine_id in engines:
+        try:
+            knobs = graph.get_knobs_for_engine(engine_id)
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError):
+            # An engine whose knobs cannot be asked for is precompiled.
+            continue
+        for found in knobs:
+            if found.type == knob:
+                highest[engine_id] = int(found.max_value)
+    if not highest or (not form.as_matmul and len(highest) < len(engines)):
+        return []
+    engine_id, last = next(iter(highest.items()))
+    named = {candidate.plan_name for _, candidate in listed}
+    added: list[_Listed] = []
+    for value in range(last + 1):
+        try:
+            graph.create_execution_plan(engine_id, {knob: value})
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError):  # not for this graph
+            continue
+        index = int(graph.get_execution_plan_count()) - 1
+        candidate = _listed(graph, form, index)
+        if candidate.plan_name not in named:
+            added.append((index, candidate))
+    return added
 
 
 def _form_named(segment: Segment, sizes: Sizes, name: str) -> _Form:
