@@ -137,15 +137,16 @@ def test_the_description_of_the_h200_is_what_an_h200_says():
 def test_untuned_sizes_go_from_reference_to_heuristic(pitch, tmp_path, frames, expected):
     shutil.copytree(pitch("fp16"), tmp_path / "pitch", ignore=shutil.ignore_patterns("plans"))
     with serve(tmp_path, "pitch") as server, ServingClient(server) as client:
+        started = time.perf_counter()
+        first = client.infer("pitch", frames.samples[:5], "grpc")
+        print(f"first answer of an untuned size: {(time.perf_counter() - started) * 1e3:.1f} ms")
+        assert np.abs(first.astype(np.float32) - expected[:5]).max() <= BOUNDS["fp16"]
         routes = []
         deadline = time.monotonic() + 90
         while not routes or (routes[-1].origin != "heuristic" and time.monotonic() < deadline):
-            started = time.perf_counter()
             answer, route = client.infer_and_tell("pitch", frames.samples[:5], "grpc")
             assert np.abs(answer.astype(np.float32) - expected[:5]).max() <= BOUNDS["fp16"]
             routes.append(route)
-            if len(routes) == 1:
-                print(f"first answer of an untuned size: {(time.perf_counter() - started) * 1e3:.1f} ms")
             time.sleep(0.2)
         assert routes[0].origin == "reference"
         assert routes[-1].origin == "heuristic"
