@@ -22,6 +22,8 @@ INSTALL_INPUTS := pyproject.toml $(wildcard constraints/*.txt)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+SOURCES = backend_src benchmarks tests tools model_repository
+
 .PHONY: help venv demo test lint soak test-gpu clean
 
 help: ## Show the targets
@@ -46,8 +48,8 @@ soak: venv ## Run the tests that draw at random, and the long ones, in full
 		tests/serving/test_mixed_load.py $(PYTEST_ARGS)
 
 lint: venv ## Check style and types
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/mypy
 
 demo: $(DEMO_VENV)/.demo-installed ## Export a pitch model, tune it, serve it with Triton and check its answers

@@ -12,7 +12,6 @@ of inputs). Inputs lie in each column's own buffer, as that column wants them, b
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import multiprocessing
@@ -37,11 +36,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.floor import floor_us
+from benchmarks.machine import gpu_environment
 from benchmarks.networks import NETWORKS, Network
 from cudnn_fusion import lowered
 from cudnn_fusion.declarations import InputDeclaration
 from cudnn_fusion.engines.torch_eager import configure
-from cudnn_fusion.environment import cuda_compatibility, current_provenance
 from cudnn_fusion.instance import LOWERED, Clock, Instance
 from cudnn_fusion.pretuning import Pretuning
 from cudnn_fusion.program import export_program
@@ -96,7 +95,7 @@ def main(
     ] = "",
 ) -> None:
     """Measures each network, precision and batch; writes the file anew after each row."""
-    result: dict[str, Any] = {"command": shlex.join(sys.argv), "environment": environment(), "rows": []}
+    result: dict[str, Any] = {"command": shlex.join(sys.argv), "environment": gpu_environment(), "rows": []}
     autotuned = {tuple(pair.split(":")) for pair in max_autotune.split(",") if pair}
     sizes = [int(batch) for batch in batches.split(",")]
     for name in models.split(","):
@@ -129,15 +128,6 @@ def rows_of_child(
             child.join()
             return
         yield row
-
-
-def environment() -> dict[str, Any]:
-    """Date, GPU and versions."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **{k: v for k, v in cuda_compatibility(0).to_json().items() if v is not None},
-        **current_provenance("cuda").to_json(),
-    }
 
 
 def measure(

@@ -11,7 +11,6 @@ also stands with the fastest of its plans. Times are CUDA-graph replays taken in
 
 from __future__ import annotations
 
-import datetime
 import json
 import shlex
 import sys
@@ -27,7 +26,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cudnn_fusion.environment import cuda_compatibility, current_provenance
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import gpu_environment
 from cudnn_fusion.preflight import load_cudnn
 from cudnn_fusion.timing import time_interleaved
 
@@ -81,16 +82,12 @@ class Built:
 def main(output: Annotated[Path, typer.Option(help="Where the JSON goes.")]) -> None:
     """Measures every size; writes the file anew after each."""
     device = torch.device("cuda", 0)
-    handle = cudnn.create_handle()
     result: dict[str, Any] = {
         "command": shlex.join(sys.argv),
-        "environment": {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **{k: v for k, v in cuda_compatibility(0).to_json().items() if v is not None},
-            **current_provenance("cuda").to_json(),
-        },
+        "environment": gpu_environment(),
         "rows": [],
     }
+    handle = cudnn.create_handle()
     for kind, sizes in SIZES.items():
         cache = cudnn.create_kernel_cache()
         for size in sizes:

@@ -28,7 +28,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,30 +215,39 @@ class PlanStore:
         here = self._claim(compatibility)
         write(here / "buckets" / _bucket_file(record), seal(here.name, content))
 
-    def merge_from(self, other: PlanStore) -> int:
+    def merge_from(self, other: PlanStore, digests: Mapping[str, Collection[str]] | None = None) -> int:
         """Copies every finished plan and bucket of ``other``; the number of plans copied.
 
-        A timed plan is never replaced by an untimed one; otherwise the newer one stays. An environment that
-        is new here appears in one step, by a rename. Raises PlanStoreError.
+        With ``digests`` (of plan keys, by environment hash) only these plans, and buckets of no others. A
+        timed plan is never replaced by an untimed one; otherwise the newer one stays. An environment that is
+        new here appears in one step, by a rename. Raises PlanStoreError.
         """
         known = [stored.compatibility for stored in other.environments()]
-        return sum(self._merge(other, compatibility) for compatibility in known if compatibility is not None)
+        return sum(
+            self._merge(
+                other, compatibility, None if digests is None else digests.get(compatibility.hash(), ())
+            )
+            for compatibility in known
+            if compatibility is not None
+        )
 
-    def _merge(self, other: PlanStore, compatibility: Compatibility) -> int:
+    def _merge(self, other: PlanStore, compatibility: Compatibility, only: Collection[str] | None) -> int:
         environment = compatibility.hash()
-        if not other.plans(environment):
+        if not any(_among(only, plan.key.digest()) for plan in other.plans(environment)):
             return 0
         if not os.path.lexists(self.root / environment):
             with suppress(FileExistsError):  # another writer was first: add to what it made
-                return self._merge_in_one_step(other, compatibility)
-        return self._merge_one_by_one(other, compatibility)
+                return self._merge_in_one_step(other, compatibility, only)
+        return self._merge_one_by_one(other, compatibility, only)
 
-    def _merge_in_one_step(self, other: PlanStore, compatibility: Compatibility) -> int:
+    def _merge_in_one_step(
+        self, other: PlanStore, compatibility: Compatibility, only: Collection[str] | None
+    ) -> int:
         """Raises FileExistsError when the environment's directory has appeared meanwhile."""
         hidden = PlanStore(self.root / f".incoming-{os.getpid()}-{secrets.token_hex(8)}")
         environment = compatibility.hash()
         try:
-            copied = hidden._merge_one_by_one(other, compatibility)
+            copied = hidden._merge_one_by_one(other, compatibility, only)
             if copied:
                 os.rename(hidden.root / environment, self.root / environment)
                 sync_directory(self.root)
@@ -250,9 +259,13 @@ class PlanStore:
         finally:
             shutil.rmtree(hidden.root, ignore_errors=True)
 
-    def _merge_one_by_one(self, other: PlanStore, compatibility: Compatibility) -> int:
+    def _merge_one_by_one(
+        self, other: PlanStore, compatibility: Compatibility, only: Collection[str] | None
+    ) -> int:
         copied = 0
         for plan in other.plans(compatibility.hash()):
+            if not _among(only, plan.key.digest()):
+                continue
             incoming = other.find(compatibility, plan.key)
             present = self.find(compatibility, plan.key)
             if isinstance(incoming, Found) and (
@@ -262,6 +275,8 @@ class PlanStore:
                 copied += 1
         present_buckets = {_bucket_file(record): record for record in self.buckets(compatibility)}
         for record in other.buckets(compatibility):
+            if not all(_among(only, digest) for digest in record.entries):
+                continue
             here = present_buckets.get(_bucket_file(record))
             if here is None or record.is_better_than(here):
                 self.publish_bucket(compatibility, record)
@@ -389,6 +404,10 @@ def _read(path: Path, environment: str, decode: Callable[[object], _Record]) -> 
         return decode(content)
     except (ValueError, RecursionError) as problem:
         raise DamagedError(path, str(problem)) from problem
+
+
+def _among(only: Collection[str] | None, digest: str) -> bool:
+    return only is None or digest in only
 
 
 def _bucket_file(record: BucketRecord) -> str:

@@ -114,7 +114,11 @@ class Pretuning:
     def run(
         self, buckets: Sequence[Bucket], samples: Samples | None, on_outcome: Callable[[Outcome], None]
     ) -> Result:
-        """Tunes buckets one by one, publishes at the end. Interrupted, what is finished stays in staging."""
+        """Tunes buckets one by one and publishes them at the end.
+
+        Interrupted, what is finished stays in staging for the next run. What else staging holds, from earlier
+        runs or versions, is not published.
+        """
         self.tuner.on_outcome = on_outcome
         outcomes: list[Outcome] = []
         for bucket in buckets:
@@ -122,7 +126,8 @@ class Pretuning:
                 outcomes += self.tuner.plan_untimed(bucket, self.engine)
             else:
                 outcomes += self.tuner.tune(bucket, samples)
-        published = PlanStore(self.version_directory / PLANS).merge_from(self.tuner.store)
+        digests = {self.tuner.compatibility.hash(): {outcome.work.key.digest() for outcome in outcomes}}
+        published = PlanStore(self.version_directory / PLANS).merge_from(self.tuner.store, digests)
         tuner = self.tuner
         return Result(
             tuple(outcomes), published, tuner.built_candidates, tuner.timed_candidates, tuple(tuner.problems)

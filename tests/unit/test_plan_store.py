@@ -536,6 +536,23 @@ class TestMerging:
         assert target.buckets(H200) == [record]
         assert not [name for name in tree(target.root) if "/." in f"/{name}"]
 
+    def test_of_chosen_plans_only_these_come_with_the_buckets_that_they_fill(
+        self, filled: PlanStore, tmp_path: Path
+    ) -> None:
+        filled.publish(H200, plan_of(key(1), b"one"), b"one")
+        filled.publish(CPU, plan_of(key(), None), None)
+        whole = BucketRecord((("batch", 8),), "cd" * 32, (key().digest(),))
+        more = BucketRecord((("batch", 9),), "cd" * 32, (key().digest(), key(1).digest()))
+        for record in (whole, more):
+            filled.publish_bucket(H200, record)
+        target = PlanStore(tmp_path / "target")
+        assert target.merge_from(filled, {H200.hash(): {key(7).digest()}}) == 0
+        assert not target.root.exists()
+        assert target.merge_from(filled, {H200.hash(): {key().digest()}}) == 1
+        assert [stored.hash for stored in target.environments()] == [H200.hash()]
+        assert [plan.key for plan in target.plans(H200.hash())] == [key()]
+        assert target.buckets(H200) == [whole]
+
     def test_a_second_merge_changes_nothing(self, filled: PlanStore, tmp_path: Path) -> None:
         """A change in the model directory makes the server reload the model."""
         target = PlanStore(tmp_path / "target")

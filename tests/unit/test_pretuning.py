@@ -255,6 +255,22 @@ class TestRuns:
         result = self.opened(copy, tmp_path).run(batch(2), None, lambda outcome: None)
         assert (result.timed_candidates, result.published) == (0, 2)
 
+    def test_what_else_staging_holds_is_not_published(self, model, tmp_path):
+        """Plans of an earlier run for another bucket, and of another environment."""
+        copy = tmp_path / "elsewhere" / "copy"
+        shutil.copytree(model, copy)
+        opened = self.opened(model, tmp_path)
+        (outcome, *_) = opened.run(batch(1), None, lambda outcome: None).outcomes
+        elsewhere = replace(cpu_compatibility(), device_name="another CPU")
+        opened.tuner.store.publish(elsewhere, outcome.plan, None)
+        result = self.opened(copy, tmp_path).run(batch(2), None, lambda outcome: None)
+        assert (result.tuned, result.published) == (2, 2)
+        published = PlanStore(copy / "1" / "plans")
+        assert [stored.compatibility for stored in published.environments()] == [cpu_compatibility()]
+        assert len(published.plans(cpu_compatibility().hash())) == 2
+        (record,) = published.buckets(cpu_compatibility())
+        assert record.bucket == batch(2)[0]
+
     def test_a_new_version_with_other_weights_takes_the_plans_over(self, model, tmp_path):
         self.opened(model, tmp_path).run(batch(2), None, lambda outcome: None)
         program = write_version(model, program_of(Block(seed=8)), version=2)
