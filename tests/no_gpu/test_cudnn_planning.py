@@ -198,6 +198,14 @@ def test_every_kind_of_segment_has_a_plan_that_loads(planned, name):
         assert built["loaded_workspace"] == built["workspace"]
 
 
+@pytest.mark.parametrize(
+    ("name", "bare"), [("large depthwise kernel", "conv2d"), ("transposed", "conv_transpose2d")]
+)
+def test_grouped_and_transposed_convolutions_are_also_planned_bare(planned, name, bare):
+    assert bare in planned[name]["built"]
+    assert "conv2d" not in planned["relu6"]["built"]
+
+
 def test_an_elu_that_cudnn_has_not_is_left_to_torch(planned):
     answer = planned["elu of a half"]
     assert list(answer["built"]) == ["conv2d+bias"]

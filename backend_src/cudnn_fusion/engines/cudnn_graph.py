@@ -88,13 +88,14 @@ class _Form:
 
 
 PLANS_PER_MATMUL_FORM = 10
+PLANS_PER_BARE_FORM = 24
 
 
 def forms(segment: Segment, sizes: Sizes) -> list[_Form]:
     """The whole chain; the chain up to its activation; the convolution and its bias.
 
-    A convolution that is a matrix product has the first two as such too. None for a segment without a
-    convolution.
+    A convolution in groups, or a transposed one, also bare: cuDNN has more kernels for them without a bias.
+    One that is a matrix product has the first two as such too. None for a segment without a convolution.
     """
     if not segment.operations:
         return []
@@ -108,6 +109,9 @@ def forms(segment: Segment, sizes: Sizes) -> list[_Form]:
     found = [
         _Form(segment, head, limit) for head, limit in zip(dict.fromkeys(heads), PLANS_PER_FORM, strict=False)
     ]
+    conv = segment.operations[0]
+    if 1 not in heads and (conv.kind in TRANSPOSED or conv.attribute("groups") > 1):
+        found.append(_Form(segment, 1, PLANS_PER_BARE_FORM))
     if is_matmul(segment, sizes):
         found += [_Form(segment, head, PLANS_PER_MATMUL_FORM, as_matmul=True) for head in fused]
     return found
