@@ -52,6 +52,9 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
+_SETTLE_LIMIT_S = 2.0
+_SETTLE_SAMPLES = 5
+_SETTLE_SAMPLE_S = 0.02
 _STUB_GRACE_S = 5.0
 _KILL_WAIT_S = 10.0
 _POLL_S = 0.1
@@ -198,7 +201,8 @@ class TritonServer:
         ]
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the server process alone (its stubs are ended by it)."""
+        """Sends a signal to the server process alone (its stubs are ended by it), once it can take one."""
+        _until_it_waits(self._running)
         self._running.send_signal(number)
 
     def wait(self, timeout_s: float) -> int | None:
@@ -219,6 +223,7 @@ class TritonServer:
             return None
         try:
             if process.poll() is None:
+                _until_it_waits(process)
                 process.terminate()
                 try:
                     # Triton's own exit timeout comes first; what is on top is for its last words.
@@ -359,6 +364,26 @@ def _existing_directory(path: Path) -> Path:
             "make one with tools/export.py"
         )
     return path.resolve()
+
+
+def _until_it_waits(process: subprocess.Popen[bytes]) -> None:
+    """Returns when the server's main thread has slept for a moment, or after a limit.
+
+    Triton's signal handler takes a lock that the main thread holds shortly before it waits for a signal: one
+    that comes in that moment, right behind the last line of its start, stops it for ever.
+    """
+    asleep, deadline = 0, time.monotonic() + _SETTLE_LIMIT_S
+    while asleep < _SETTLE_SAMPLES and time.monotonic() < deadline and process.poll() is None:
+        asleep = asleep + 1 if _sleeps(process.pid) else 0
+        time.sleep(_SETTLE_SAMPLE_S)
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether the main thread of a process is asleep, by proc(5): the state stands behind the name."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    except (OSError, IndexError):
+        return True
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

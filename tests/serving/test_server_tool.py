@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,20 @@ def test_a_stub_that_will_not_end_is_killed(serve, server_processes):
     )
     server.stop()
     assert server_processes() == []
+
+
+def test_a_signal_waits_until_the_server_sleeps():
+    """While its main thread works, Triton may hold the lock that its signal handler takes."""
+    program = "import time\nend = time.monotonic() + 0.7\nwhile time.monotonic() < end: pass\ntime.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        started = time.monotonic()
+        triton_server._until_it_waits(process)
+        assert time.monotonic() - started >= 0.7
+    finally:
+        process.kill()
+        process.wait()
+    triton_server._until_it_waits(process)  # one that has ended is not waited for
 
 
 def test_what_outlives_the_server_in_its_group_is_killed(monkeypatch):
