@@ -215,7 +215,7 @@ def _swap_in(made: Path, version: Path, old: Path) -> None:
 def config_text(program: Program, name: str) -> str:
     """config.pbtxt for ``program`` served as ``name``.
 
-    ProgramError: Triton has no data type for an input or output, or one is a scalar.
+    ProgramError: Triton has no data type for an input or output, or one is a scalar or never has an element.
     """
     axis = next((axis for axis in program.axes if axis.name == program.batch_axis), None)
     inputs = ",\n".join(_tensor_text(spec, program.batch_axis) for spec in program.inputs)
@@ -273,6 +273,11 @@ def _tensor_text(spec: TensorSpec, batch_axis: str | None) -> str:
     if not spec.shape:
         raise ProgramError(
             f"{spec.name!r} is a scalar, which Triton does not transport: make it a [1] tensor"
+        )
+    if 0 in spec.shape:
+        sizes = ", ".join(map(str, spec.shape))
+        raise ProgramError(
+            f"{spec.name!r} is [{sizes}] and never has an element, which Triton does not transport: leave it out"
         )
     dims = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape)
     # Triton allows no empty dims: a value per row travels as [batch, 1].

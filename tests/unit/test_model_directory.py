@@ -142,6 +142,10 @@ class TestConfig:
         [comment] = re.findall(r"^# ENGINE .*$", config_text(_linear()[1], "m"), re.MULTILINE)
         assert tuple(re.findall(r'"(\w+)"', comment)) == ENGINES
 
+    def test_a_tensor_that_never_has_an_element_is_refused(self) -> None:
+        with pytest.raises(ProgramError, match=r"'x' is \[b, 0\] and never has an element.*leave it out"):
+            config_text(_program({"x": ("b", 0)}, "b", "float32"), "m")
+
     def test_a_scalar_is_refused(self) -> None:
         with pytest.raises(ProgramError, match=r"'x' is a scalar.*make it a \[1\] tensor"):
             config_text(_program({"x": ()}, None, "float32"), "m")
