@@ -277,7 +277,8 @@ def _tensor_text(spec: TensorSpec, batch_axis: str | None) -> str:
     if 0 in spec.shape:
         sizes = ", ".join(map(str, spec.shape))
         raise ProgramError(
-            f"{spec.name!r} is [{sizes}] and never has an element, which Triton does not transport: leave it out"
+            f"{spec.name!r} is [{sizes}] and never has an element, which Triton does not transport: "
+            "leave it out"
         )
     dims = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape)
     # Triton allows no empty dims: a value per row travels as [batch, 1].
