@@ -103,6 +103,7 @@ class Metrics:
             # Before the flush: what is added during it wakes this thread again.
             self._wake.clear()
             self.flush()
+        self.flush()  # what was added while the last one was under way
 
     def _metric(self, name: str, labels: Labels) -> Any:
         family = self._families.get(name)

@@ -77,6 +77,24 @@ def test_counts_arrive_without_being_asked_for_again_and_again(metrics, families
             time.sleep(0.01)
 
 
+def test_what_is_added_during_the_last_flush_is_passed_on_when_closing(metrics, families):
+    adding = families._add
+
+    def slow(key, value):
+        if key[1] == "one":
+            metrics.add("errors_total", 1, TWO)
+            metrics._closing.set()
+        adding(key, value)
+
+    families._add = slow
+    metrics.add("errors_total", 1, ONE)
+    metrics._thread.join(5)
+    assert families.values == {
+        ("cudnn_fusion_errors_total", "one"): 1,
+        ("cudnn_fusion_errors_total", "two"): 1,
+    }
+
+
 def test_a_counter_that_fails_stops_no_other(metrics, families):
     families.fails_once = True
     metrics.add("errors_total", 1, ONE)
