@@ -39,7 +39,6 @@ TUNED_PLANS = 12
 SIZES = {"conv": (1, 3, 5, 8, 13, 24, 33, 64), "matmul": (16, 100, 128, 333, 512, 1000, 2048, 3000)}
 BUCKETS = {"conv": (1, 2, 4, 8, 16, 32, 64), "matmul": (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)}
 
-
 ALL_MODES = (cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK)
 
 
@@ -216,15 +215,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     columns = ("build dynamic ms", "exact ms", "run dynamic us", "exact us", "bucket us", "tuned bucket us")
     table = Table("graph", "size", "bucket", *columns, "dynamic plan", box=box.SIMPLE)
     for row in rows:
-        keys = (
-            "dynamic_build_ms",
-            "exact_build_ms",
-            "dynamic_us",
-            "exact_us",
-            "bucket_us",
-            "bucket_tuned_us",
-        )
-        values = (f"{row[key]:.1f}" if row[key] is not None else "-" for key in keys)
+        numbers = [value for name, value in row.items() if name.endswith(("_ms", "_us"))]
+        values = (f"{value:.1f}" if value is not None else "-" for value in numbers)
         table.add_row(row["graph"], str(row["size"]), str(row["bucket"]), *values, row["dynamic_plan"][:24])
     Console(width=160).print(table)
 

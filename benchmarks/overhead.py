@@ -11,7 +11,6 @@ must take the same memory. The exit code is 1 when a limit is broken.
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import json
 import re
@@ -24,7 +23,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import tritonclient.grpc
@@ -35,8 +34,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.machine import environment
 from benchmarks.overhead_model import PARTS_SUFFIX, SAMPLES_VARIABLE
-from cudnn_fusion.environment import cpu_compatibility, current_provenance
+from cudnn_fusion.environment import cpu_compatibility
 from cudnn_fusion.triton_server import TritonServer
 from tools.demo.crepe import weights_file
 
@@ -111,7 +111,9 @@ def main(
         whole, parts = measured_requests(network, model, requests, Path(folder))
         weights_bytes = {count: bytes_of_weights(model, count) for count in (1, len(BUCKETS))}
     row = row_of(network, whole, parts, weights_bytes)
-    result = {"command": shlex.join(sys.argv), "environment": environment(), "rows": [asdict(row)]}
+    measured_in = environment(cpu_compatibility())
+    measured_in["tritonclient"] = importlib.metadata.version("tritonclient")
+    result = {"command": shlex.join(sys.argv), "environment": measured_in, "rows": [asdict(row)]}
     output.write_text(json.dumps(result, indent=1) + "\n")
     print_table(row)
     broken = broken_limits(row)
@@ -233,16 +235,6 @@ def broken_limits(row: Row) -> list[str]:
         sizes = ", ".join(f"{size} bytes for {count}" for count, size in row.weights_bytes.items())
         broken.append(f"the weights' memory depends on the number of buckets: {sizes}")
     return broken
-
-
-def environment() -> dict[str, Any]:
-    """Date, CPU and versions."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **{k: v for k, v in cpu_compatibility().to_json().items() if v is not None},
-        **{k: v for k, v in current_provenance("cpu").to_json().items() if v is not None},
-        "tritonclient": importlib.metadata.version("tritonclient"),
-    }
 
 
 def print_table(row: Row) -> None:

@@ -34,7 +34,6 @@ from cudnn_fusion.requests import (
     Incoming,
     copy_in,
     cut_out,
-    describe,
     group,
     parse,
 )
@@ -170,7 +169,7 @@ class Instance:
             )
         given = {item["name"]: item for item in config["input"]}
         if set(given) != {spec.name for spec in program.inputs}:
-            expected = ", ".join(f"{s.name} {TRITON_NAMES[s.dtype]} {describe(s)}" for s in program.inputs)
+            expected = ", ".join(f"{s.name} {TRITON_NAMES[s.dtype]} {s.describe()}" for s in program.inputs)
             raise ServingError(f"inputs are {', '.join(sorted(given))}; the program takes {expected}")
         outputs = {spec.name: spec for spec in program.outputs}
         for item in config["output"]:
@@ -250,8 +249,7 @@ class Instance:
             else:
                 copy_in(requests, part, axis, executor.inputs)
                 cut_out(requests, part, axis, executor.run(), executor.captured)
-            if executor.origin != origin:
-                origin = worst((origin, executor.origin))
+            origin = worst((origin, executor.origin))
         return origin
 
     def _response(self, request: Incoming, pb_utils: Any) -> Any:

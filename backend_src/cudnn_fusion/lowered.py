@@ -90,6 +90,10 @@ class TensorSpec:
     shape: tuple[Dim, ...]
     value: str
 
+    def describe(self) -> str:
+        """Its dims: ``[batch, 1024]``."""
+        return "[" + ", ".join(map(str, self.shape)) + "]"
+
 
 @dataclass(frozen=True)
 class Axis:

@@ -275,9 +275,8 @@ def _tensor_text(spec: TensorSpec, batch_axis: str | None) -> str:
             f"{spec.name!r} is a scalar, which Triton does not transport: make it a [1] tensor"
         )
     if 0 in spec.shape:
-        sizes = ", ".join(map(str, spec.shape))
         raise ProgramError(
-            f"{spec.name!r} is [{sizes}] and never has an element, which Triton does not transport: "
+            f"{spec.name!r} is {spec.describe()} and never has an element, which Triton does not transport: "
             "leave it out"
         )
     dims = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape)

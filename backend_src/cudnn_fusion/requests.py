@@ -52,8 +52,7 @@ def parse(index: int, request: Any, program: Program, fitting: Fitting | None = 
 
     ``fitting`` remembers what fits: most requests have types and dims that were checked before.
     """
-    given = request.inputs()
-    by_name = {given[0].name(): given[0]} if len(given) == 1 else {tensor.name(): tensor for tensor in given}
+    by_name = {tensor.name(): tensor for tensor in request.inputs()}
     tensors: list[torch.Tensor] = []
     on_gpu = False
     for spec in program.inputs:
@@ -71,7 +70,7 @@ def parse(index: int, request: Any, program: Program, fitting: Fitting | None = 
         except (RuntimeError, TypeError, ValueError, BufferError) as error:
             raise BadRequestError(
                 f"input {spec.name!r} cannot be read ({error}); expected a contiguous "
-                f"{TRITON_NAMES[spec.dtype]} tensor of {describe(spec)}, with at least one element"
+                f"{TRITON_NAMES[spec.dtype]} tensor of {spec.describe()}, with at least one element"
             ) from error
         if spec.dtype == "bool" and tensors[-1].dtype == torch.uint8:
             tensors[-1] = tensors[-1].bool()
@@ -127,13 +126,8 @@ def _check_ranges(sizes: Mapping[str, int], program: Program) -> None:
             )
 
 
-def describe(spec: TensorSpec) -> str:
-    """``[batch, 1024]``."""
-    return "[" + ", ".join(str(size) for size in spec.shape) + "]"
-
-
 def _expected(program: Program) -> str:
-    inputs = ", ".join(f"{s.name} {TRITON_NAMES[s.dtype]} {describe(s)}" for s in program.inputs)
+    inputs = ", ".join(f"{s.name} {TRITON_NAMES[s.dtype]} {s.describe()}" for s in program.inputs)
     axes = ", ".join(f"{a.name} {a.minimum}..{a.maximum}" for a in program.axes)
     return f"{inputs}" + (f" with {axes}" if axes else "")
 

@@ -24,7 +24,7 @@ from torch import nn
 from cudnn_fusion.instance import Clock, Instance, Place
 from cudnn_fusion.metrics import Metrics
 from cudnn_fusion.plan_store import PlanStore
-from cudnn_fusion.requests import BadRequestError, copy_in, cut_out, describe, group, parse
+from cudnn_fusion.requests import BadRequestError, copy_in, cut_out, group, parse
 from cudnn_fusion.shapes import Bucket, Part
 
 
@@ -153,7 +153,7 @@ class TestParse:
         assert parse(0, GivenRequest(tensors, []), two_inputs).on_gpu
 
     def test_describe(self, two_inputs):
-        assert describe(two_inputs.inputs[0]) == "[batch, 2, height, 6]"
+        assert two_inputs.inputs[0].describe() == "[batch, 2, height, 6]"
 
 
 class TestGroup:

@@ -203,7 +203,7 @@ class CudnnEngine:
             if "Deselecting" in str(error):
                 raise CandidateRejectedError("not strict fp32: tensor cores or narrowed inputs") from error
             raise CandidateRejectedError(f"not built: {one_line(error)}") from error
-        built = _listed(graph, form, index)
+        _, built = _listed(graph, form, index)
         return BuiltPlan(built, bytes(blob), workspace_bytes, notes, str(graph.selected_engine or ""))
 
     def load(
@@ -261,7 +261,7 @@ class CudnnEngine:
             if form.segment.precision != "fp32":
                 # Strict fp32 takes all: those that it bars come first (25 of 34), and are refused unbuilt.
                 count = min(count, form.plan_limit)
-            listed = [(index, _listed(graph, form, index)) for index in range(count)]
+            listed = [_listed(graph, form, index) for index in range(count)]
             if form.segment.precision != "fp32":
                 listed += _more_configurations(graph, form, listed)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
@@ -380,13 +380,13 @@ def _run_tail(tail: tuple[Operation, ...], value: torch.Tensor, operands: Operan
     return value
 
 
-def _listed(graph: Any, form: _Form, index: int) -> Candidate:
+def _listed(graph: Any, form: _Form, index: int) -> _Listed:
     name = str(graph.get_plan_name_at_index(index))
     engine_id, knobs = graph.get_engine_and_knobs_at_index(index)
     named = tuple(sorted((_last_word(knob), int(value)) for knob, value in knobs.items()))
     # Knobs that this frontend has no name for all read as NOT_SET: one overwrites the other.
     replayable = "NOT_SET" not in dict(named) and name.count("_k") == len(named)
-    return Candidate("cudnn", form.name, name, int(engine_id), named, replayable)
+    return index, Candidate("cudnn", form.name, name, int(engine_id), named, replayable)
 
 
 def _more_configurations(graph: Any, form: _Form, listed: Sequence[_Listed]) -> list[_Listed]:
@@ -418,11 +418,8 @@ def _more_configurations(graph: Any, form: _Form, listed: Sequence[_Listed]) -> 
             graph.create_execution_plan(engine_id, {knob: value})
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError):  # not for this graph
             continue
-        index = int(graph.get_execution_plan_count()) - 1
-        candidate = _listed(graph, form, index)
-        if candidate.plan_name not in named:
-            added.append((index, candidate))
-    return added
+        added.append(_listed(graph, form, int(graph.get_execution_plan_count()) - 1))
+    return [(index, candidate) for index, candidate in added if candidate.plan_name not in named]
 
 
 def _form_named(segment: Segment, sizes: Sizes, name: str) -> _Form:
