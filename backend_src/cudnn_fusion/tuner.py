@@ -252,15 +252,27 @@ class Tuner:
         tuned = [cache.find(site.segment, sizes) for site, sizes in sized]
         plain = [cache.reference(site.segment, sizes, "") for site, sizes in sized]
         options = {key: [final.option for final in finals] for key, finals in self._finals.items()}
-        chosen, swaps = whole_model.choose(resources, bucket, keys, tuned, options)
+        chosen = whole_model.choose(resources, bucket, keys, tuned, options)
         inputs = model_inputs(resources.program, bucket, samples, seed, device)
         others = model_inputs(resources.program, bucket, None, seed + 1, device)
-        ours, alone = (Executor(resources, bucket, served, capture=True) for served in (chosen, plain))
-        errors = whole_model.check(resources, ours, inputs, others)
+        served, ours, errors = whole_model.make_exact(
+            resources,
+            bucket,
+            keys,
+            chosen,
+            options,
+            lambda executor: whole_model.check(resources, executor, inputs, others),
+        )
+        alone = Executor(resources, bucket, plain, capture=True)
         if errors is not None and errors.refusal:
             self.problems.append(f"{bucket.name}: the whole program from these plans is {errors.refusal}")
             return None
-        published = {swap.key: self._publish_swap(swap) for swap in swaps}
+        final, winners = dict(zip(keys, served, strict=True)), dict(zip(keys, tuned, strict=True))
+        published = {
+            key: self._publish_other(key, plan)
+            for key, plan in final.items()
+            if plan.candidate != winners[key].candidate
+        }
         outcomes = [replace(o, plan=published.get(o.work.key, o.plan)) for o in outcomes]
         ours_us, torch_us = whole_model.times_us([ours, alone], device)
         record = BucketRecord(
@@ -271,14 +283,14 @@ class Tuner:
             torch_us,
             None if errors is None else errors.ours,
             None if errors is None else errors.torch,
-            len(swaps),
+            len(published),
             now_text(),
         )
         return outcomes, record
 
-    def _publish_swap(self, swap: whole_model.Swap) -> Plan:
+    def _publish_other(self, key: PlanKey, served: Served) -> Plan:
         """Publishes the plan that the whole program chose, as newer than the one that won alone."""
-        final = next(f for f in self._finals[swap.key] if f.plan.candidate == swap.served.candidate)
+        final = next(f for f in self._finals[key] if f.plan.candidate == served.candidate)
         plan = replace(final.plan, made_at=now_text())
         self.store.publish(self.compatibility, plan, final.loaded.built.blob)
         return plan
@@ -347,7 +359,7 @@ class Tuner:
                 ),
                 loaded,
             )
-            for loaded, timing in finals[:OPTIONS]
+            for loaded, timing in _options(finals)
         ]
         winner = self._finals[item.key][0]
         self.store.publish(self.compatibility, winner.plan, winner.loaded.built.blob)
@@ -417,6 +429,14 @@ class Tuner:
 
         timings = time_interleaved(runs, device, keep, reject, lambda index: accept(loaded[index]))
         return [(loaded[index], timing) for index, timing in timings.items()]
+
+
+def _options(finals: Sequence[tuple[_Loaded, Timing]]) -> Sequence[tuple[_Loaded, Timing]]:
+    """Of finals, fastest first, those between which the whole program decides: the fastest, and the most
+    exact of the others."""
+    fastest, others = finals[:OPTIONS], finals[OPTIONS:]
+    most_exact = min(others, key=lambda pair: pair[0].error.rms if pair[0].error else math.inf, default=None)
+    return [*fastest, *([] if most_exact is None else [most_exact])]
 
 
 def _digests_of(outcomes: Sequence[Outcome]) -> tuple[str, ...]:

@@ -2,13 +2,15 @@
 
 Alone and repeated, a plan finds its operands in the cache and its own kernel in front of it. In the program
 neither holds, and the time between two kernels depends on both. So after the segments are tuned, the captured
-program decides between the fastest plans of the segments that matter; then its result is checked as a whole.
+program decides between the fastest plans of the segments that matter; then its result is checked as a whole,
+and more exact plans take over where it is wrong.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,40 +45,28 @@ class Option:
     us: float
 
 
-@dataclass(frozen=True)
-class Swap:
-    """A runner-up that made the program faster, and the share of the time that was left."""
-
-    key: PlanKey
-    served: Served
-    share: float
-
-
 def choose(
     resources: Resources,
     bucket: Bucket,
     keys: Sequence[PlanKey],
     served: Sequence[Served],
     options: Mapping[PlanKey, Sequence[Option]],
-) -> tuple[list[Served], list[Swap]]:
-    """What serves each site after trying runners-up in the captured program, and what was swapped.
+) -> list[Served]:
+    """What serves each site after trying runners-up in the captured program.
 
     ``keys`` and ``served`` are in the order of ``partition.sites``; ``options`` are best first, the winner
     included. On a CPU nothing is captured and nothing is tried.
     """
     chosen = list(served)
-    swaps: list[Swap] = []
     if resources.device.type != "cuda":
-        return chosen, swaps
+        return chosen
     best = Executor(resources, bucket, chosen, capture=True)
     for key, option in _trials(keys, options):
         trial = [option.served if k == key else s for k, s in zip(keys, chosen, strict=True)]
         executor = Executor(resources, bucket, trial, capture=True)
-        share = _share(executor, best)
-        if share <= GAIN:
+        if _share(executor, best) <= GAIN:
             chosen, best = trial, executor
-            swaps = [swap for swap in swaps if swap.key != key] + [Swap(key, option.served, share)]
-    return chosen, swaps
+    return chosen
 
 
 def _trials(
@@ -93,6 +83,50 @@ def _trials(
         found += [(weight, key, other) for other in others if other.us <= limit]
     found.sort(key=lambda item: -item[0])
     return [(key, option) for _, key, option in found[:MAX_TRIALS]]
+
+
+def make_exact(
+    resources: Resources,
+    bucket: Bucket,
+    keys: Sequence[PlanKey],
+    served: Sequence[Served],
+    options: Mapping[PlanKey, Sequence[Option]],
+    judge: Callable[[Executor], WholeErrors | None],
+) -> tuple[list[Served], Executor, WholeErrors | None]:
+    """What serves each site so that ``judge`` passes the program, with the executor and its errors.
+
+    Errors of plans that each passed their check add up. While the whole is refused, the most exact option
+    replaces what serves a key: first for the key with the largest error, then for twice as many each time.
+    """
+    chosen = list(served)
+    executor = Executor(resources, bucket, chosen, capture=True)
+    errors = judge(executor)
+    exact = _more_exact(keys, chosen, options)
+    count = 1
+    while errors is not None and errors.refusal and count < 2 * len(exact):
+        replaced = dict(exact[:count])
+        chosen = [replaced.get(key, plan) for key, plan in zip(keys, served, strict=True)]
+        executor = Executor(resources, bucket, chosen, capture=True)
+        errors = judge(executor)
+        count *= 2
+    return chosen, executor, errors
+
+
+def _more_exact(
+    keys: Sequence[PlanKey], served: Sequence[Served], options: Mapping[PlanKey, Sequence[Option]]
+) -> list[tuple[PlanKey, Served]]:
+    """The most exact option of each key where it is better than what serves, largest errors first."""
+    found = []
+    for key, plan in dict(zip(keys, served, strict=True)).items():
+        most_exact = min((option.served for option in options.get(key, ())), key=_error, default=plan)
+        if _error(most_exact) < _error(plan):
+            found.append((key, plan, most_exact))
+    found.sort(key=lambda item: -_error(item[1]))
+    return [(key, most_exact) for key, _, most_exact in found]
+
+
+def _error(served: Served) -> float:
+    return math.inf if served.stored is None or served.stored.error is None else served.stored.error.rms
 
 
 def _share(executor: Executor, other: Executor) -> float:

@@ -21,7 +21,7 @@ from programs import (
 )
 from torch import nn
 
-from cudnn_fusion import accuracy, tuner
+from cudnn_fusion import accuracy, tuner, whole_model
 from cudnn_fusion.engines.torch_eager import TorchEngine
 from cudnn_fusion.environment import cpu_compatibility
 from cudnn_fusion.executor import Executor
@@ -214,13 +214,40 @@ class TestNothingFound:
             def run(self):
                 return [output * 1.001 for output in super().run()]
 
-        monkeypatch.setattr(tuner, "Executor", Wrong)
+        monkeypatch.setattr(whole_model, "Executor", Wrong)
         pretuning = tuner_of(program, store)
         outcomes = pretuning.tune(BUCKET, None)
         assert all(outcome.plan is not None for outcome in outcomes)
         assert store.buckets(cpu_compatibility()) == []
         (problem,) = pretuning.problems
         assert problem.startswith("batch=2: the whole program from these plans is wrong: error ")
+
+    def test_a_more_exact_plan_is_published_where_the_fastest_made_the_whole_wrong(
+        self, program, store, monkeypatch
+    ):
+        """Each plan is within its own bound; together they are not."""
+        check = whole_model.check
+
+        def strict(*arguments):
+            errors = check(*arguments)
+            return replace(errors, refusal="wrong" if errors.ours.rms > 1e-7 else None)
+
+        def off(ready, operands, out):
+            time.sleep(0.004)
+            return ready.run(operands, None, out).mul_(1 + 5e-7)
+
+        def sound(ready, operands, out):
+            time.sleep(0.005)
+            return ready.run(operands, None, out)
+
+        monkeypatch.setattr(whole_model, "check", strict)
+        pretuning = tuner_of(program, store, engines=[FakeEngine({"off": off, "sound": sound})])
+        outcomes = pretuning.tune(BUCKET, None)
+        assert pretuning.problems == []
+        assert {outcome.plan.candidate.plan_name for outcome in outcomes} == {"sound"}
+        assert [stored(store, outcome).plan for outcome in outcomes] == [o.plan for o in outcomes]
+        (record,) = store.buckets(cpu_compatibility())
+        assert (record.swapped, record.error.rms) == (2, pytest.approx(0, abs=1e-7))
 
     def test_values_that_overflow_are_no_reason_to_accept_anything(self, store):
         """fp16: torch's own result is infinite, so that its error must not be the bound."""

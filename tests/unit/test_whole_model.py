@@ -1,5 +1,7 @@
 """The whole program's choice between plans, and its check."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from cudnn_fusion.declarations import InputDeclaration
 from cudnn_fusion.evaluate import evaluate_segment
 from cudnn_fusion.executor import Executor, Resources
 from cudnn_fusion.partition import partition
-from cudnn_fusion.plan import Candidate, PlanKey
+from cudnn_fusion.plan import Candidate, Errors, PlanKey
 from cudnn_fusion.plan_cache import Served
 from cudnn_fusion.program import export_program
 from cudnn_fusion.shapes import Bucket
@@ -96,7 +98,7 @@ def test_on_a_cpu_nothing_is_swapped(resources):
     options = {
         k: [whole_model.Option(p, 1.0), whole_model.Option(p, 1.0)] for k, p in zip(keys, plans, strict=True)
     }
-    assert whole_model.choose(resources, TWO, keys, plans, options) == (plans, [])
+    assert whole_model.choose(resources, TWO, keys, plans, options) == plans
 
 
 def key(name):
@@ -159,14 +161,50 @@ def test_the_program_takes_the_runner_up_that_makes_it_faster(clocked):
         b: [timed(5.0, 5.0), timed(5.1, 5.0)],
     }
     winners = [options[k][0].served for k in (a, b, a)]
-    chosen, swaps = whole_model.choose(clocked, TWO, [a, b, a], winners, options)
+    chosen = whole_model.choose(clocked, TWO, [a, b, a], winners, options)
     assert [plan.candidate.form for plan in chosen] == ["8.0", "5.0", "8.0"]
-    assert [(swap.key, swap.served.candidate.form) for swap in swaps] == [(a, "8.0")]
-    assert swaps[0].share == pytest.approx(21 / 23)
 
 
 def test_a_gain_within_the_noise_changes_nothing(clocked):
     a = key("a")
     options = {a: [timed(10.0, 10.0), timed(10.5, 9.98)]}
     winners = [options[a][0].served]
-    assert whole_model.choose(clocked, TWO, [a], winners, options) == (winners, [])
+    assert whole_model.choose(clocked, TWO, [a], winners, options) == winners
+
+
+def spoiled(resources, site, factor):
+    """An option whose results are wrong by ``factor``, as its record says."""
+    plan = Plan(resources.partition.sites[site].segment, factor)
+    error = SimpleNamespace(error=Errors(factor - 1.0, factor - 1.0))
+    return whole_model.Option(Served("exact", plan, Candidate("torch", str(factor)), stored=error), 1.0)
+
+
+def made_exact(resources, inputs, factors):
+    """The factor of what serves each site in the end; ``factors`` are its options, the winner first."""
+    keys = [key(str(site)) for site in range(len(factors))]
+    options = {
+        k: [spoiled(resources, site, factor) for factor in factors[site]] for site, k in enumerate(keys)
+    }
+    winners = [options[k][0].served for k in keys]
+    chosen, _, errors = whole_model.make_exact(
+        resources, TWO, keys, winners, options, lambda e: whole_model.check(resources, e, *inputs)
+    )
+    return [plan.ready.factor for plan in chosen], errors
+
+
+def test_where_the_whole_is_wrong_the_most_exact_plans_take_over_the_worst_first(resources, inputs):
+    factors = [(1.00001, 1.0), (1.0000005, 1.0)]
+    chosen, errors = made_exact(resources, inputs, factors)
+    assert (chosen, errors.refusal) == ([1.0, 1.0000005], None)
+    chosen, errors = made_exact(resources, inputs, [*factors[:1], (1.000005, 1.0)])
+    assert (chosen, errors.refusal) == ([1.0, 1.0], None)
+
+
+def test_a_right_whole_keeps_its_fastest_plans(resources, inputs):
+    assert made_exact(resources, inputs, [(1.0000005, 1.0), (1.0, 1.0)])[0] == [1.0000005, 1.0]
+
+
+def test_without_more_exact_plans_the_refusal_stands(resources, inputs):
+    chosen, errors = made_exact(resources, inputs, [(1.00001, 1.0001), (1.0,)])
+    assert chosen == [1.00001, 1.0]
+    assert "wrong: error" in errors.refusal
