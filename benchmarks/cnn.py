@@ -151,17 +151,17 @@ def measure(
         version = Path(folder) / name / "1"
         (version / LOWERED).mkdir(parents=True)
         lowered.write(program, version / LOWERED)
-        tuned = {batch: tune(version, batch, device, Path(folder) / "staging") for batch in batches}
-        answers = {batch: first_answer(version, network, precision, batch) for batch in batches}
-        instance = Instance.open(version, device, Settings(), Clock())
         for batch in batches:
-            row = Row(name, batch, precision, tuning_s=tuned[batch][0], candidates_timed=tuned[batch][1])
-            row.first_answer_s, row.first_answer_parts_s = answers[batch] or (None, None)
+            tuning_s, timed = tune(version, batch, device, Path(folder) / "staging")
+            row = Row(name, batch, precision, tuning_s=tuning_s, candidates_timed=timed)
+            answer = first_answer(version, network, precision, batch)
+            row.first_answer_s, row.first_answer_parts_s = answer or (None, None)
+            instance = Instance.open(version, device, Settings(), Clock())
             row.load_s = sum(instance.clock.seconds.values())
             modes = ["reduce-overhead"] * with_compile + ["max-autotune"] * (batch in thorough)
             measure_row(row, network, instance, device, modes)
+            instance.close()
             rows.put(asdict(row))
-        instance.close()
     rows.put(None)
 
 
