@@ -110,16 +110,33 @@ def poisoned_workspace(size_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.full((size_bytes,), 255, dtype=torch.uint8, device=device)
 
 
-def nan_refusal(result: torch.Tensor, torch_result: torch.Tensor) -> str | None:
+def nan_refusal(result: torch.Tensor, torch_result: torch.Tensor, within_rows: bool = False) -> str | None:
     """The reason to refuse a plan that drops a NaN which torch keeps, or spreads one that torch does not.
 
-    Both are results for the same operands, a few of whose elements are NaN.
+    Both are results for the same operands, a few of whose elements are NaN. ``within_rows`` allows it to
+    spread within a row (along all axes but the first).
     """
     dropped = (torch_result.isnan() & ~result.isnan()).sum().item()
-    spread = (result.isnan() & ~torch_result.isnan()).sum().item()
+    allowed = torch_result.isnan()
+    if within_rows:
+        allowed = _rows(allowed).any(1).view(-1, *(1,) * (allowed.dim() - 1))
+    spread = (result.isnan() & ~allowed).sum().item()
     if dropped or spread:
         return f"NaN: {dropped} outputs dropped it, {spread} have one that torch has not"
     return None
+
+
+def fills_rows(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a NaN in the first row of a program's inputs fills rows of all outputs, the first among them,
+    and leaves the others without: further ones on the way would change nothing."""
+    if not all(output.is_floating_point() and output.dim() for output in outputs):
+        return False
+    found = [_rows(output.isnan()) for output in outputs]
+    return all(bool(f[0].all()) and torch.equal(f.any(1), f.all(1)) for f in found)
+
+
+def _rows(mask: torch.Tensor) -> torch.Tensor:
+    return mask.flatten(1) if mask.dim() > 1 else mask.view(-1, 1)
 
 
 def generated_operands(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from cudnn_fusion import cuda_graphs
-from cudnn_fusion.engines.base import Sizes
+from cudnn_fusion.engines.base import Preparing, ReadyPlan, Sizes
 from cudnn_fusion.interpreter import Interpreter, Replacement, infer_shapes, recorded_shapes
 from cudnn_fusion.lowered import Program
 from cudnn_fusion.partition import Partition
@@ -35,6 +35,7 @@ class Resources:
     stream: torch.cuda.Stream | None = field(init=False, default=None)
     pool: Any = field(init=False, default=None)
     workspace: torch.Tensor = field(init=False)
+    _prepared: dict[Hashable, Mapping[str, torch.Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.weights = _laid_out(self.program, self.partition, self.device)
@@ -45,11 +46,23 @@ class Resources:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, each storage once."""
+        """Bytes of all weights, each storage once, also of what plans have made of them."""
+        prepared = [weight for weights in self._prepared.values() for weight in weights.values()]
         storages = {
-            w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in self.weights.values()
+            w.untyped_storage().data_ptr(): w.untyped_storage().nbytes()
+            for w in (*self.weights.values(), *prepared)
         }
         return sum(storages.values())
+
+    def weights_of(self, site: SegmentSite, ready: ReadyPlan) -> Mapping[str, torch.Tensor]:
+        """A site's weights by operand name, as a plan reads them; executors of all buckets share them."""
+        weights = site_weights(site, self.weights)
+        if not isinstance(ready, Preparing):
+            return weights
+        key = (tuple(site.value(name) for name in weights), ready.preparation)
+        if key not in self._prepared:
+            self._prepared[key] = ready.prepare(weights)
+        return self._prepared[key]
 
     def workspace_of(self, size_bytes: int) -> torch.Tensor:
         """The shared workspace, grown if it is smaller; captured graphs keep the one they were made with."""
@@ -120,7 +133,7 @@ class Executor:
             resources.weights,
             device,
             [
-                _replacement(site, plan, resources.weights, workspace)
+                _replacement(site, plan, resources.weights_of(site, plan.ready), workspace)
                 for site, plan in zip(resources.partition.sites, served, strict=True)
             ],
         )
@@ -210,7 +223,7 @@ def _replacement(
         covers=site.covers,
         inputs=tuple(site.value(name) for name, _ in changing),
         output=site.value("y"),
-        run=_segment_call(changing, site_weights(site, weights), served, workspace, fence),
+        run=_segment_call(changing, weights, served, workspace, fence),
     )
 
 

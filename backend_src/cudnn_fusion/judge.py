@@ -22,11 +22,20 @@ class Judge:
     ``layers`` holds the operands of each layer. The generated operands of ``seed`` are judged beside them: a
     plan is compared on those again whenever it is loaded, and must not be chosen if it would fail there.
     ``torch_error`` is the largest of torch's errors, ``sampled`` what a plan stores for that comparison.
+    ``nan_fills_rows`` says that a plan may spread a NaN within a row, see `accuracy.fills_rows`.
     """
 
-    def __init__(self, segment: Segment, sizes: Sizes, layers: Sequence[Tensors], seed: int) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        sizes: Sizes,
+        layers: Sequence[Tensors],
+        seed: int,
+        nan_fills_rows: bool = False,
+    ) -> None:
         self._segment = segment
         self._sizes = sizes
+        self._nan_fills_rows = nan_fills_rows
         device = layers[0]["x"].device
         self._operand_sets = [*layers, accuracy.generated_operands(segment, sizes, seed, device)]
         self._expected = [accuracy.reference(segment, operands) for operands in self._operand_sets]
@@ -51,7 +60,8 @@ class Judge:
                 return refusal
             errors.append(error)
         nan_result = self._run(ready, self._nan_operands)
-        return accuracy.nan_refusal(nan_result, self._nan_expected) or accuracy.largest(errors)
+        refusal = accuracy.nan_refusal(nan_result, self._nan_expected, self._nan_fills_rows)
+        return refusal or accuracy.largest(errors)
 
     def _run(self, ready: ReadyPlan, operands: Tensors) -> torch.Tensor:
         x = operands["x"]

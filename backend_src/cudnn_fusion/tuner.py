@@ -10,7 +10,15 @@ import torch
 
 from cudnn_fusion import accuracy, whole_model
 from cudnn_fusion.builders import Builders, build_all
-from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, ReadyPlan, Sizes, reason_of
+from cudnn_fusion.engines.base import (
+    FAILURES,
+    BuiltPlan,
+    Engine,
+    Preparing,
+    ReadyPlan,
+    Sizes,
+    reason_of,
+)
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM
 from cudnn_fusion.environment import Compatibility, Provenance
@@ -97,6 +105,7 @@ class Tuner:
     problems: list[str] = field(default_factory=list)
     """Why a bucket is not recorded although each of its keys has a plan."""
     _finals: dict[PlanKey, list[_Final]] = field(default_factory=dict)
+    _nan_fills_rows: bool = False
 
     def work(self, bucket: Bucket) -> list[Work]:
         """The distinct keys of a bucket, in the program's order."""
@@ -127,7 +136,11 @@ class Tuner:
                     missing = [w for w in work if w.key not in known]
                     if self.builders is not None:
                         self.builders.start([(w.segment, w.sizes) for w in missing])
-                    values = self._activations(bucket, samples, seed, missing)
+                    inputs = model_inputs(
+                        self.resources.program, bucket, samples, seed, self.resources.device
+                    )
+                    values = self._activations(inputs, missing)
+                    self._nan_fills_rows = self._fills_rows(inputs)
                 outcome = self._tune_one(bucket, item, values, "samples" if samples else "generated")
             outcomes.append(outcome)
             self.on_outcome(outcome)
@@ -307,9 +320,20 @@ class Tuner:
             return Outcome(bucket, item, plan, reused=False)
         return Outcome(bucket, item, None, reused=False, reasons=tuple(reasons) or _no_candidates(engine))
 
-    def _activations(
-        self, bucket: Bucket, samples: Samples | None, seed: int, work: Iterable[Work]
-    ) -> dict[str, torch.Tensor]:
+    def _fills_rows(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a NaN anywhere in a row of the inputs, by three places of it, makes its outputs all NaN."""
+        interpreter = Interpreter(self.resources.program, self.resources.weights, self.resources.device)
+        for share in (0.0, 0.5, 1.0):
+            spoiled = [with_nan(x, share) for x in inputs]
+            try:
+                outputs = interpreter.run(spoiled)
+            except (RuntimeError, ValueError, TypeError, IndexError):  # a program that takes no NaN
+                return False
+            if not accuracy.fills_rows(outputs):
+                return False
+        return True
+
+    def _activations(self, inputs: Sequence[torch.Tensor], work: Iterable[Work]) -> dict[str, torch.Tensor]:
         """The values that the sites of ``work`` read, from one run of the program in torch."""
         resources = self.resources
         wanted = {
@@ -319,7 +343,6 @@ class Tuner:
             for operand in site.segment.inputs
             if operand.role == "input"
         }
-        inputs = model_inputs(resources.program, bucket, samples, seed, resources.device)
         seen = dict(resources.weights)
         seen.update(zip((spec.value for spec in resources.program.inputs), inputs, strict=True))
 
@@ -333,7 +356,8 @@ class Tuner:
     def _tune_one(self, bucket: Bucket, item: Work, values: Tensors, checked_on: str) -> Outcome:
         rejected: list[tuple[str, str]] = []
         operand_sets = [self._operands(site, values) for site in item.sites]
-        judge = Judge(item.segment, item.sizes, operand_sets, seed=int(item.key.digest()[:6], 16))
+        seed = int(item.key.digest()[:6], 16)
+        judge = Judge(item.segment, item.sizes, operand_sets, seed, self._nan_fills_rows)
         rechecked = self._recheck(bucket, item, judge, checked_on)
         if rechecked is not None:
             return rechecked
@@ -505,6 +529,16 @@ def model_inputs(
     return inputs
 
 
+def with_nan(x: torch.Tensor, share: float) -> torch.Tensor:
+    """A copy with a NaN at this share of its first row; integers as they are."""
+    if not x.is_floating_point() or not x.dim() or not x.numel():
+        return x
+    spoiled = x.clone(memory_format=torch.contiguous_format)
+    row = spoiled[0].view(-1)
+    row[round(share * (row.numel() - 1))] = math.nan
+    return spoiled
+
+
 def _sample_rows(name: str, samples: Samples, dims: tuple[int, ...]) -> torch.Tensor:
     if name not in samples:
         raise ValueError(f"the samples hold no array for input {name!r}; they hold {sorted(samples)}")
@@ -521,6 +555,8 @@ def _sample_rows(name: str, samples: Samples, dims: tuple[int, ...]) -> torch.Te
 
 
 def _timed_run(ready: ReadyPlan, operands: Tensors, workspace: torch.Tensor) -> Callable[[], object]:
+    if isinstance(ready, Preparing):
+        operands = ready.prepare(operands)
     return lambda: ready.run(operands, workspace)
 
 

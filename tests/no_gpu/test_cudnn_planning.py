@@ -86,6 +86,13 @@ def test_every_configuration_of_a_runtime_compiled_form_is_a_candidate_once(stor
         assert len(set(found)) == len(found)
 
 
+def test_narrow_convolutions_are_also_planned_folded(planned):
+    assert {"conv2d+bias+relu", "conv2d/64+bias+relu", "matmul/64+bias+relu"} <= set(
+        planned["audio"]["built"]
+    )
+    assert any("/" in form for form in planned["three channels"]["built"])
+
+
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
@@ -168,6 +175,13 @@ CASES = {
     "asymmetric padding": {"tail": ["bias", "relu"], "before": [1, 1], "after": [0, 0], "stride": [2, 2]},
     "three channels": {"tail": ["bias", "relu"], "x": [8, 3, 224, 224], "w": [64, 7, 7], "before": [3, 3]},
     "one channel": {"tail": ["bias", "relu"], "x": [8, 1, 1024, 1], "w": [128, 512, 1], "before": [254, 0]},
+    "audio": {
+        "tail": ["bias", "relu"],
+        "x": [8, 16, 64, 1],
+        "w": [16, 64, 1],
+        "before": [31, 0],
+        "after": [32, 0],
+    },
     "odd channels": {"tail": ["bias", "relu"], "x": [8, 17, 16, 16], "w": [255, 1, 1], "before": [0, 0]},
     "bf16": {"tail": ["bias", "relu"], "precision": "bf16"},
     "tf32": {"tail": ["bias", "relu"], "precision": "tf32"},

@@ -252,6 +252,31 @@ def test_a_plan_that_drops_nan_is_refused(kind):
     assert "16 have one that torch has not" in spread
 
 
+def test_a_nan_may_spread_within_its_row_where_that_is_allowed():
+    expected = with_values(torch.zeros(2, 3, 2, 2), (1, 0, 0, 1), math.nan)
+    within = with_values(expected, (1, 2), math.nan)
+    assert accuracy.nan_refusal(within, expected) is not None
+    assert accuracy.nan_refusal(within, expected, within_rows=True) is None
+    assert accuracy.nan_refusal(expected.nan_to_num(0.0), expected, within_rows=True) is not None
+    other = with_values(within, (0, 1, 0, 0), math.nan)
+    assert "1 have one that torch has not" in accuracy.nan_refusal(other, expected, within_rows=True)
+
+
+def test_a_nan_fills_rows_when_all_outputs_of_its_row_are_nan_and_no_others():
+    clean = torch.zeros(2, 3)
+    filled = with_values(clean, (0,), math.nan)
+    assert accuracy.fills_rows([filled, with_values(torch.zeros(2), (0,), math.nan)])
+    for output in (
+        clean,
+        with_values(clean, (0, 1), math.nan),
+        with_values(filled, (1, 1), math.nan),
+        with_values(clean, (1,), math.nan),
+        torch.tensor(math.nan),
+        torch.zeros(2, dtype=torch.int64),
+    ):
+        assert not accuracy.fills_rows([filled, output])
+
+
 def test_poison_is_channels_last_and_all_nan():
     output = accuracy.poison(segment_in("bf16"), {"y": (2, 3, 4, 5)}, CPU)
     assert output.isnan().all()

@@ -26,7 +26,7 @@ FORMS = ["conv2d+bias+relu", "conv2d+bias"]
 
 def sizes(rows=2):
     """Sizes of `SEGMENT`; the number of rows makes it another one."""
-    return sizes_of(SEGMENT, (rows, 4, 8, 8), (4, 4, 3, 3))
+    return sizes_of(SEGMENT, (rows, 64, 8, 8), (64, 64, 3, 3))
 
 
 class StandIn:

@@ -1,15 +1,20 @@
 """One bucket, ready to run."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from programs import CPU, block, cache_of, line, program_of, run_in_torch, served, tuner_of, with_hash
 from torch import nn
 
+from cudnn_fusion.evaluate import evaluate_segment
 from cudnn_fusion.executor import Executor, Resources, input_dims
 from cudnn_fusion.lowered import ProgramError
 from cudnn_fusion.partition import partition
+from cudnn_fusion.plan import Candidate
+from cudnn_fusion.plan_cache import Served
 from cudnn_fusion.plan_store import PlanStore
-from cudnn_fusion.segment import is_packed
+from cudnn_fusion.segment import SegmentSite, is_packed
 from cudnn_fusion.shapes import Bucket
 
 
@@ -112,6 +117,37 @@ def test_weights_exist_once_however_many_buckets_there_are():
     assert {name: weight.data_ptr() for name, weight in resources.weights.items()} == pointers
     for rows, executor in enumerate(executors, start=1):
         assert executor.bytes == rows * 3 * 8 * 8 * 4
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """Wants every weight doubled, and then runs as torch does."""
+
+    site: SegmentSite
+    workspace_bytes = 0
+    preparation = "doubled"
+
+    def prepare(self, operands):
+        return {name: weight * 2 for name, weight in operands.items()}
+
+    def run(self, operands, workspace, out=None):
+        inputs = self.site.segment.inputs
+        halves = {o.name: operands[o.name] / (2 if o.role == "weight" else 1) for o in inputs}
+        return evaluate_segment(self.site.segment, halves)
+
+
+def test_weights_are_prepared_once_for_all_buckets():
+    program = block()
+    resources = resources_of(program)
+    before = resources.weight_bytes
+    plans = [
+        Served("exact", Doubling(site), Candidate("cudnn", "doubled")) for site in resources.partition.sites
+    ]
+    for rows in (2, 3):
+        x = torch.randn(rows, 3, 8, 8)
+        executor = Executor(resources, Bucket.of({"batch": rows}), plans, capture=True)
+        torch.testing.assert_close(run(executor, x), run_in_torch(program, x), rtol=1e-4, atol=1e-5)
+        assert resources.weight_bytes == 2 * before
 
 
 def test_tied_weights_are_counted_once():

@@ -249,6 +249,32 @@ class TestNothingFound:
         (record,) = store.buckets(cpu_compatibility())
         assert (record.swapped, record.error.rms) == (2, pytest.approx(0, abs=1e-7))
 
+    def test_a_plan_may_spread_a_nan_where_the_program_fills_the_row_with_it_anyway(self, store):
+        """The first program ends in a mean over all positions, the second gives each its own output."""
+
+        def spreading(ready, operands, out):
+            y = ready.run(operands, None, out)
+            return y.masked_fill_(y.isnan().flatten(1).any(1).view(-1, 1, 1, 1), float("nan"))
+
+        class Everywhere(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv = nn.Conv2d(3, 4, 1)
+
+            def forward(self, x):
+                return self.conv(x)
+
+        class Mean(Everywhere):
+            def forward(self, x):
+                return self.conv(x).mean((1, 2, 3))
+
+        for module, accepted in ((Mean(), True), (Everywhere(), False)):
+            program = with_hash(program_of(module, "x:FP32[batch=1..4,3,8,8]"))
+            engine = FakeEngine({"spreading": spreading})
+            (outcome,) = tuner_of(program, store, engines=[engine], force=True).tune(BUCKET, None)
+            assert (outcome.plan is not None) is accepted
+            assert accepted or "have one that torch has not" in outcome.reasons[0][1]
+
     def test_values_that_overflow_are_no_reason_to_accept_anything(self, store):
         """fp16: torch's own result is infinite, so that its error must not be the bound."""
         module = nn.Conv2d(4, 4, 1, bias=False)

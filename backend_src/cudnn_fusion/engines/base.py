@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -62,6 +62,24 @@ class ReadyPlan(Protocol):
 
         ``workspace`` holds at least ``workspace_bytes`` bytes (dtype uint8, 16-byte aligned).
         """
+        ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A ready plan that reads weights otherwise than packed. It runs faster on operands that `prepare` has
+    made once; packed ones it prepares anew in every run.
+
+    What it adds to weights are zeros: a NaN may reach outputs of its row that do not depend on it.
+    """
+
+    @property
+    def preparation(self) -> Hashable:
+        """Equal for plans that make the same of the same weights."""
+        ...
+
+    def prepare(self, operands: Operands) -> dict[str, torch.Tensor]:
+        """The operands with those that are weights as the plan reads them."""
         ...
 
 

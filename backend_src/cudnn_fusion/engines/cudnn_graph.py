@@ -22,6 +22,7 @@ import torch
 
 from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes, one_line
 from cudnn_fusion.engines.cudnn_operations import append
+from cudnn_fusion.engines.folding import Folding, foldings
 from cudnn_fusion.evaluate import pointwise
 from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import (
@@ -64,17 +65,22 @@ def _cudnn() -> Any:
 
 @dataclass(frozen=True)
 class _Form:
-    """The first ``head`` operations of a segment as one operation graph; the rest in torch."""
+    """The first ``head`` operations of a segment as one operation graph; the rest in torch.
+
+    With a ``folding`` the segment is the folded one.
+    """
 
     segment: Segment
     head: int
     plan_limit: int
     as_matmul: bool = False
+    folding: Folding | None = None
 
     @property
     def name(self) -> str:
-        kinds = [op.kind for op in self.segment.operations[: self.head]]
-        return "+".join(["matmul", *kinds[1:]] if self.as_matmul else kinds)
+        first, *kinds = [op.kind for op in self.segment.operations[: self.head]]
+        first = "matmul" if self.as_matmul else first
+        return "+".join([first if self.folding is None else f"{first}/{self.folding.factor}", *kinds])
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -89,13 +95,15 @@ class _Form:
 
 PLANS_PER_MATMUL_FORM = 10
 PLANS_PER_BARE_FORM = 24
+PLANS_PER_FOLDED_FORM = 12
 
 
 def forms(segment: Segment, sizes: Sizes) -> list[_Form]:
     """The whole chain; the chain up to its activation; the convolution and its bias.
 
     A convolution in groups, or a transposed one, also bare: cuDNN has more kernels for them without a bias.
-    One that is a matrix product has the first two as such too. None for a segment without a convolution.
+    One that is a matrix product has the first two as such too. Last the whole chain with its last axis
+    folded, see `folding`. None for a segment without a convolution.
     """
     if not segment.operations:
         return []
@@ -114,6 +122,11 @@ def forms(segment: Segment, sizes: Sizes) -> list[_Form]:
         found.append(_Form(segment, 1, PLANS_PER_BARE_FORM))
     if is_matmul(segment, sizes):
         found += [_Form(segment, head, PLANS_PER_MATMUL_FORM, as_matmul=True) for head in fused]
+    for folding in foldings(segment, sizes):
+        whole = len(kinds)
+        found.append(_Form(folding.segment, whole, PLANS_PER_FOLDED_FORM, False, folding))
+        if is_matmul(folding.segment, folding.sizes):
+            found.append(_Form(folding.segment, whole, PLANS_PER_MATMUL_FORM, True, folding))
     return found
 
 
@@ -221,7 +234,7 @@ class CudnnEngine:
             graph.deserialize(self.handle(), blob)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError) as error:
             raise CandidateRejectedError(f"not loaded: {one_line(error)}") from error
-        return CudnnPlan(
+        plan = CudnnPlan(
             graph=graph,
             engine=self,
             names=form.operands,
@@ -230,6 +243,7 @@ class CudnnEngine:
             out_dims=tuple(sizes[OUTPUT]),
             workspace_bytes=workspace_bytes,
         )
+        return plan if form.folding is None else FoldedPlan(**vars(plan), folding=form.folding)
 
     def stream_handle(self) -> Any:
         """This thread's handle, set to torch's current stream."""
@@ -249,7 +263,7 @@ class CudnnEngine:
         """The operation graph of a form with its plans listed, none built."""
         cudnn = _cudnn()
         try:
-            graph = self._operation_graph(form, dict(sizes))
+            graph = self._operation_graph(form, dict(sizes) if form.folding is None else form.folding.sizes)
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK])
@@ -362,6 +376,30 @@ class CudnnPlan:
             return head_out
         result = _run_tail(self.tail, head_out, operands)
         return result if out is None else out.copy_(result)
+
+
+@dataclass
+class FoldedPlan(CudnnPlan):
+    """A plan of a folded convolution."""
+
+    folding: Folding
+
+    @property
+    def preparation(self) -> Folding:
+        """See `Preparing.preparation`."""
+        return self.folding
+
+    def prepare(self, operands: Operands) -> dict[str, torch.Tensor]:
+        """See `Preparing.prepare`."""
+        return self.folding.prepare(operands)
+
+    def run(
+        self, operands: Operands, workspace: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `ReadyPlan.run`."""
+        if tuple(operands["w"].shape) != self.folding.sizes["w"]:
+            operands = self.prepare(operands)
+        return super().run(operands, workspace, out)
 
 
 def _run_tail(tail: tuple[Operation, ...], value: torch.Tensor, operands: Operands) -> torch.Tensor:
