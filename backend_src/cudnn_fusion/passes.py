@@ -22,6 +22,7 @@ from cudnn_fusion.convolutions import (
     named_convolution,
     numeric_padding,
 )
+from cudnn_fusion.image_linears import linears_as_convolutions
 from cudnn_fusion.lowered import (
     Argument,
     Constant,
@@ -57,6 +58,7 @@ def optimize(program: Program, originals: Mapping[str, torch.Tensor]) -> Program
     program = write_padding_out(program)
     program = fold_batch_norms(program, originals)
     program = write_batch_norms_out(program, originals)
+    program = linears_as_convolutions(program)
     program = remove_unused(program)
     _check_range(program, originals)
     return program

@@ -28,7 +28,7 @@ from cudnn_fusion.lowered import (
 )
 from cudnn_fusion.operations import resolve
 from cudnn_fusion.plan import canonical_json
-from cudnn_fusion.segment import CHANNELS_LAST, FLOATING, OUTPUT, Operand, Segment, SegmentSite
+from cudnn_fusion.segment import FLOATING, OUTPUT, Operand, Segment, SegmentSite
 from cudnn_fusion.values import Values
 
 
@@ -196,6 +196,4 @@ class _Finder:
         return SegmentSite(end, region, (*values, (OUTPUT, end)), frozenset(members))
 
     def _operand(self, name: str, value: str, role: str) -> Operand:
-        """Images and volumes lie channels-last throughout, all else row-major."""
-        rank = len(self.values.dims(value) or ())
-        return Operand(name, self.dtype, CHANNELS_LAST if rank in (4, 5) else "row_major", role)
+        return Operand(name, self.dtype, self.values.layout(value), role)

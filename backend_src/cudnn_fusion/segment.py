@@ -57,6 +57,7 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", *TRANSPOSED)
 OUTPUT = "y"
 CHANNELS_LAST = "channels_last"
 PADDED = "channels_last_padded"
+ROW_MAJOR = "row_major"
 FLOATING = ("float32", "float16", "bfloat16")
 """Types of values that a segment may have."""
 

@@ -130,7 +130,10 @@ def test_exported_in_half_precision_every_convolution_is_fused_and_answers_stay(
     program = exported(name, traced, "fp16", "batch=1..32")
     assert program.batch_axis == "batch"
     found = partition(program)
-    assert len(found.sites) == sum(isinstance(part, nn.Conv2d) for part in traced.modules())
+    # In ConvNeXt all linear layers but the head's are 1x1 convolutions of images.
+    kinds = (nn.Conv2d, nn.Linear) if name == "convnext_tiny" else (nn.Conv2d,)
+    heads = 1 if name == "convnext_tiny" else 0
+    assert len(found.sites) == sum(isinstance(part, kinds) for part in traced.modules()) - heads
     assert not [left for left in found.left if "conv" in left.op or "batch_norm" in left.op]
     activations = sum(isinstance(part, nn.ReLU | nn.SiLU) for part in traced.modules())
     fused = [site for site in found.sites if {"relu", "silu"} & {op.kind for op in site.segment.operations}]
