@@ -88,7 +88,7 @@ def why(
             return
         say(f"here: {here.label()} ({here.hash()})")
         print_answer(bucket, answer)
-        print_left(report)
+        print_left(report, here.kind)
         if any(item.origin != "exact" for item in answer.segments):
             say(f"to tune this shape: python tools/pretune.py {model_directory}{buckets_option(answer)}")
 
@@ -171,9 +171,9 @@ def buckets_option(answer: ShapeAnswer) -> str:
     return f" --buckets '{';'.join(bucket.name for bucket in buckets)}'" if buckets else ""
 
 
-def print_left(report: ModelReport) -> None:
+def print_left(report: ModelReport, kind: str = "cpu") -> None:
     """The operations that no plan covers."""
-    rows = [[item.node, item.op, item.reason] for item in report.left()]
+    rows = [[item.node, item.op, item.reason] for item in report.left(kind)]
     if rows:
         print_table(["left to torch", "operation", "because"], rows)
     else:

@@ -82,7 +82,7 @@ class Pretuning:
         configure(program.precision)
         torch.backends.cudnn.benchmark = True
         place_of_weights = torch.device("cpu") if target else device
-        parts = partition(program, with_regions=place_of_weights.type == "cuda")
+        parts = partition(program, with_regions=target is not None or device.type == "cuda")
         resources = Resources(program, parts, place_of_weights)
         if not resources.partition.sites:
             raise PretuneError(_why_nothing(resources.partition))

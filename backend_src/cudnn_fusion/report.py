@@ -98,16 +98,23 @@ class ModelReport:
             self.program: Program = lowered.read(version_directory / "lowered")
         except lowered.ProgramError as error:
             raise ReportError(f"{error}; export the model with tools/export.py") from error
-        self.partition: Partition = partition(self.program)
+        self._partitions: dict[bool, Partition] = {}
         self.store = PlanStore(version_directory / "plans")
 
-    def fused(self) -> tuple[SegmentSite, ...]:
-        """The segments."""
-        return self.partition.sites
+    def partition(self, kind: str) -> Partition:
+        """The segments, and what is left to torch: on a GPU (``cuda``) there are regions among them."""
+        with_regions = kind == "cuda"
+        if with_regions not in self._partitions:
+            self._partitions[with_regions] = partition(self.program, with_regions)
+        return self._partitions[with_regions]
 
-    def left(self) -> tuple[LeftToTorch, ...]:
+    def fused(self, kind: str = "cpu") -> tuple[SegmentSite, ...]:
+        """The segments."""
+        return self.partition(kind).sites
+
+    def left(self, kind: str = "cpu") -> tuple[LeftToTorch, ...]:
         """The operations that torch runs, each with its reason."""
-        return self.partition.left
+        return self.partition(kind).left
 
     def environments(self) -> list[EnvironmentReport]:
         """Everything that is stored, an environment each; empty without plans."""
@@ -117,7 +124,7 @@ class ModelReport:
                 found.append(EnvironmentReport(stored.hash, None, (), (), stored.reason))
                 continue
             records = self._of_this_program(self.store.buckets(stored.compatibility))
-            uses = self._uses(records)
+            uses = self._uses(records, stored.compatibility.kind)
             plans = [_tuned(plan, uses.get(plan.key.digest(), [])) for plan in self.store.plans(stored.hash)]
             plans.sort(key=lambda tuned: (not tuned.buckets, tuned.buckets))
             found.append(EnvironmentReport(stored.hash, stored.compatibility, tuple(plans), records))
@@ -138,7 +145,7 @@ class ModelReport:
         segments: list[SegmentAnswer] = []
         for bucket in dict.fromkeys(part.bucket for part in choice.parts):
             shapes = infer_shapes(self.program, dict(bucket.sizes))
-            for site in self.partition.sites:
+            for site in self.fused(here.kind):
                 dims = dict(site_sizes(site, shapes, self.program))
                 segments.append(self._segment(site, dims, bucket, here, provenance))
         return ShapeAnswer(choice, tuple(sorted(tuned)), tuple(segments))
@@ -167,12 +174,14 @@ class ModelReport:
         origin = "heuristic" if here.kind == "cuda" else "reference"
         return SegmentAnswer(name, text, bucket, origin, None, found.reason)
 
-    def _uses(self, records: Iterable[BucketRecord]) -> dict[str, list[tuple[Bucket, SegmentSite]]]:
+    def _uses(
+        self, records: Iterable[BucketRecord], kind: str
+    ) -> dict[str, list[tuple[Bucket, SegmentSite]]]:
         """Key digest to the buckets and sites that use it."""
         uses: dict[str, list[tuple[Bucket, SegmentSite]]] = {}
         for record in records:
             shapes = infer_shapes(self.program, dict(record.sizes))
-            for site in self.partition.sites:
+            for site in self.fused(kind):
                 dims = site_sizes(site, shapes, self.program)
                 digest = site.segment.key(dims, accuracy.VALIDATION).digest()
                 uses.setdefault(digest, []).append((record.bucket, site))

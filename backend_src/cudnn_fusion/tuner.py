@@ -20,7 +20,7 @@ from cudnn_fusion.engines.base import (
     reason_of,
 )
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
-from cudnn_fusion.engines.torch_eager import REFERENCE_FORM
+from cudnn_fusion.engines.torch_eager import REFERENCE_FORM, TorchEngine
 from cudnn_fusion.environment import Compatibility, Provenance
 from cudnn_fusion.executor import Executor, Resources, input_dims, site_weights
 from cudnn_fusion.interpreter import Interpreter
@@ -149,14 +149,18 @@ class Tuner:
         return outcomes
 
     def plan_untimed(self, bucket: Bucket, engine: Engine) -> list[Outcome]:
-        """Builds the engine's first choice for every key, without running anything: for an absent device."""
+        """Builds the engine's first choice for every key, without running anything: for an absent device.
+
+        Regions are compiled on the device alone: until they are tuned there, torch runs them.
+        """
+        plain = TorchEngine(torch.device("cuda"))
         outcomes: list[Outcome] = []
         for item in self.work(bucket):
             known = self._take_finished(item, timed=False)
             outcome = (
                 Outcome(bucket, item, known, reused=True)
                 if known is not None
-                else self._first_buildable(bucket, item, engine)
+                else self._first_buildable(bucket, item, engine if item.segment.operations else plain)
             )
             outcomes.append(outcome)
             self.on_outcome(outcome)

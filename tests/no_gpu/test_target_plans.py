@@ -12,6 +12,8 @@ from cudnn_fusion.environment import target_compatibility
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.preflight import cudnn_version
 from cudnn_fusion.program import export_program
+from cudnn_fusion.report import ModelReport
+from cudnn_fusion.shapes import Bucket
 
 
 class Net(torch.nn.Module):
@@ -51,6 +53,34 @@ def test_a_whole_model_is_planned_once_and_marked_untimed(model, tool):
     second = tool("pretune.py", model, "--target", "h200", "--buckets", "1,8")
     assert second.returncode == 0
     assert "candidates built 0" in " ".join(second.stdout.split())
+
+
+class Pooled(torch.nn.Module):
+    """What a GPU serves otherwise than a CPU: the norm behind the activation goes into the pooling kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(16, 16, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        return torch.nn.functional.max_pool2d(self.norm(torch.relu(self.conv(x))), 2)
+
+
+def test_a_model_is_planned_and_reported_as_a_gpu_will_serve_it(tmp_path, tool):
+    declaration = InputDeclaration.parse("x:FP16[batch=1..8,16,14,14]")
+    program = export_program(Pooled().eval(), [declaration], "fp16")[1]
+    lowered.write(program, tmp_path / "1" / "lowered")
+    done = tool("pretune.py", tmp_path, "--target", "h200", "--buckets", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    here = target_compatibility(devices.load("h200"), cudnn_version())
+    report = ModelReport(tmp_path / "1")
+    segments = report.answer(Bucket.of({"batch": 2}), here).segments
+    found = {item.segment: (item.origin, item.plan and item.plan.candidate.engine) for item in segments}
+    assert found == {"conv2d+bias+relu": ("exact", "cudnn"), "mul+add+max_pool2d": ("exact", "torch")}
+    (environment,) = report.environments()
+    assert sorted(tuned.segment for tuned in environment.plans) == sorted(found)
+    assert all(tuned.sites for tuned in environment.plans)
 
 
 def test_another_description_makes_other_plans(model, tool, tmp_path):
