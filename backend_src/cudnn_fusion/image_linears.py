@@ -9,30 +9,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cudnn_fusion.lowered import Argument, Dim, Node, Program, Ref, dtype_name, renamed
+from cudnn_fusion.lowered import (
+    Argument,
+    Dim,
+    Node,
+    Program,
+    Ref,
+    all_names,
+    dtype_name,
+    free_name,
+    rebuilt,
+    renamed,
+)
+from cudnn_fusion.values import packets
 
 TO_IMAGE = (0, 3, 1, 2)
 FROM_IMAGE = (0, 2, 3, 1)
 _LINEAR = "aten.linear.default"
 _PERMUTE = "aten.permute.default"
 _CONV = "aten.conv2d.default"
-_UNARY = frozenset(
-    f"aten.{name}.default"
-    for name in [
-        "relu",
-        "gelu",
-        "silu",
-        "sigmoid",
-        "tanh",
-        "hardswish",
-        "hardsigmoid",
-        "elu",
-        "leaky_relu",
-        "relu6",
-        "hardtanh",
-    ]
+_POINTWISE = packets(
+    "relu gelu silu sigmoid tanh hardswish hardsigmoid elu leaky_relu relu6 hardtanh add mul sub"
 )
-_BINARY = frozenset(("aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"))
 
 
 def linears_as_convolutions(program: Program) -> Program:
@@ -59,7 +57,7 @@ class _Rewriting:
         self.shapes: dict[str, tuple[Dim, ...] | None] = {spec.value: spec.shape for spec in program.inputs}
         self.shapes |= {name: tuple(weight.shape) for name, weight in program.weights.items()}
         self.shapes |= {node.name: node.shape for node in program.nodes}
-        self.taken = {*self.shapes, *(spec.name for spec in program.inputs)}
+        self.taken = all_names(program)
         self.linears = 0
 
     def is_image_linear(self, node: Node) -> bool:
@@ -82,18 +80,15 @@ class _Rewriting:
             self._take_linear(node)
         elif node.op == _PERMUTE:
             self._take_permute(node)
-        elif node.op in _UNARY | _BINARY and len(node.shape or ()) == 4:
+        elif node.op.rpartition(".")[0] in _POINTWISE and len(node.shape or ()) == 4:
             self._take_pointwise(node)
         else:
             self.nodes.append(node)
 
     def result(self) -> Program:
         """The program of the new nodes; what nothing needs any more is still in it."""
-        notes = (*self.program.notes, f"linear layers on images as 1x1 convolutions: {self.linears}")
-        outputs = tuple(replace(o, value=self.same.get(o.value, o.value)) for o in self.program.outputs)
-        return replace(
-            self.program, nodes=tuple(self.nodes), outputs=outputs, weights=self.weights, notes=notes
-        )
+        notes = [f"linear layers on images as 1x1 convolutions: {self.linears}"]
+        return rebuilt(replace(self.program, weights=self.weights), self.nodes, self.same, notes)
 
     def _take_linear(self, node: Node) -> None:
         x, weight, *bias = node.args
@@ -101,7 +96,7 @@ class _Rewriting:
         assert isinstance(weight, Ref)
         image = self.images.get(x.name)
         if image is None:
-            image = self._fresh(f"{node.name}_x")
+            image = free_name(f"{node.name}_x", self.taken)
             self._add(Node(image, _PERMUTE, (x, TO_IMAGE), (), self._permuted(x.name, TO_IMAGE), node.dtype))
         kernel = self._reshaped(weight.name, (*self.weights[weight.name].shape, 1, 1))
         ones, zeros = (1, 1), (0, 0)
@@ -141,7 +136,7 @@ class _Rewriting:
 
     def _add_image(self, node: Node, image: Node) -> None:
         """Adds ``image``, which computes on images what ``node`` does, and ``node`` as a view of that."""
-        name = self._fresh(f"{node.name}_image")
+        name = free_name(f"{node.name}_image", self.taken)
         self._add(replace(image, name=name, shape=self._permuted(node.name, TO_IMAGE)))
         self.images[node.name] = name
         self.nodes.append(replace(node, op=_PERMUTE, args=(Ref(name), FROM_IMAGE), kwargs=()))
@@ -157,14 +152,7 @@ class _Rewriting:
     def _reshaped(self, name: str, dims: tuple[Dim, ...]) -> str:
         """A weight with other dims, under a name of its own; the same one whenever it is asked for."""
         if (name, dims) not in self.reshaped:
-            reshaped = self.reshaped[name, dims] = self._fresh(f"{name}_image")
+            reshaped = self.reshaped[name, dims] = free_name(f"{name}_image", self.taken)
             self.weights[reshaped] = self.weights[name].reshape([int(size) for size in dims])
             self.shapes[reshaped] = dims
         return self.reshaped[name, dims]
-
-    def _fresh(self, wanted: str) -> str:
-        name, number = wanted, 1
-        while name in self.taken:
-            name, number = f"{wanted}_{number}", number + 1
-        self.taken.add(name)
-        return name

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -384,6 +384,28 @@ def renamed(node: Node, names: Mapping[str, str]) -> Node:
     return _changed(
         node, lambda part: Ref(names.get(part.name, part.name)) if isinstance(part, Ref) else part
     )
+
+
+def free_name(wanted: str, taken: set[str]) -> str:
+    """``wanted``, with a number behind it where something is called so; it is taken then."""
+    name, number = wanted, 1
+    while name in taken:
+        name, number = f"{wanted}_{number}", number + 1
+    taken.add(name)
+    return name
+
+
+def all_names(program: Program) -> set[str]:
+    """Names of its inputs, nodes and weights."""
+    return {spec.name for spec in program.inputs} | {node.name for node in program.nodes} | {*program.weights}
+
+
+def rebuilt(
+    program: Program, nodes: Sequence[Node], same: Mapping[str, str], notes: Sequence[str]
+) -> Program:
+    """The program of other nodes; outputs that ``same`` has a new name for are read from there."""
+    outputs = tuple(replace(spec, value=same.get(spec.value, spec.value)) for spec in program.outputs)
+    return replace(program, nodes=tuple(nodes), outputs=outputs, notes=(*program.notes, *notes))
 
 
 def in_type(program: Program, dtype: str) -> Program:

@@ -30,6 +30,7 @@ from cudnn_fusion.lowered import (
     Ref,
     TensorSpec,
     dtype_name,
+    free_name,
 )
 from cudnn_fusion.operations import NAME_OF_FUNCTION, is_random, resolve
 
@@ -143,7 +144,7 @@ class _Lowering:
         # Tensors without elements all have the same address.
         distinction = target if tensor.numel() == 0 else ""
         identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), distinction)
-        name = stored.setdefault(identity, self._free(target))
+        name = stored.setdefault(identity, free_name(target, self._taken))
         self.weights[name] = tensor
         return Ref(name)
 
@@ -160,7 +161,7 @@ class _Lowering:
             return Ref(declaration.name)
         dtype = dtype_name(traced.dtype)
         node = Node(
-            self._free(f"{declaration.name}_cast"),
+            free_name(f"{declaration.name}_cast", self._taken),
             "aten._to_copy.default",
             (Ref(declaration.name),),
             (("dtype", Constant("dtype", dtype)),),
@@ -202,7 +203,7 @@ class _Lowering:
         self._check_operation(op, node)
         shape, dtype = self._describe(node.meta.get("val"), node)
         made = Node(
-            self._free(node.name),
+            free_name(node.name, self._taken),
             op,
             tuple(self._argument(part, values) for part in node.args),
             tuple((key, self._argument(part, values)) for key, part in node.kwargs.items()),
@@ -266,7 +267,7 @@ class _Lowering:
         results = [self.graph(branch, operands) for branch in branches]
         for on_true, on_false, traced in zip(*results, node.meta["val"], strict=True):
             shape, dtype = self._describe(traced, node)
-            name = self._free(f"{node.name}_choice")
+            name = free_name(f"{node.name}_choice", self._taken)
             self.nodes.append(Node(name, "aten.where.self", (predicate, on_true, on_false), (), shape, dtype))
             chosen.append(Ref(name))
         self.notes.append(f"{node.name}: both branches of torch.cond are computed, one is chosen")
@@ -316,13 +317,6 @@ class _Lowering:
         text = str(expression.xreplace(self._axis_of))
         axis_names(text)
         return text
-
-    def _free(self, wanted: str) -> str:
-        name, number = wanted, 1
-        while name in self._taken:
-            name, number = f"{wanted}_{number}", number + 1
-        self._taken.add(name)
-        return name
 
     def outputs(
         self, results: Sequence[Argument], names: Sequence[str] | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -31,8 +32,11 @@ from cudnn_fusion.lowered import (
     Program,
     ProgramError,
     Ref,
+    all_names,
     dtype_name,
+    free_name,
     node_references,
+    rebuilt,
     renamed,
 )
 
@@ -80,7 +84,7 @@ def remove_copies(program: Program) -> Program:
         else:
             kept.append(reading)
     notes = [f"operations removed because they only copy: {len(same)}"] if same else []
-    return _rebuilt(program, kept, same, notes)
+    return rebuilt(program, kept, same, notes)
 
 
 def _is_copy(node: Node, dtypes: Mapping[str, str]) -> bool:
@@ -100,7 +104,7 @@ def _is_copy(node: Node, dtypes: Mapping[str, str]) -> bool:
 def name_convolutions(program: Program) -> Program:
     """Turns every ``aten.convolution.default`` into the operation for its number of axes."""
     nodes = [named_convolution(n) if n.op == "aten.convolution.default" else n for n in program.nodes]
-    return _rebuilt(program, nodes, {}, [])
+    return rebuilt(program, nodes, {}, [])
 
 
 def write_padding_out(program: Program) -> Program:
@@ -109,7 +113,7 @@ def write_padding_out(program: Program) -> Program:
     ``same`` that needs one more element after than before becomes a pad node in front. Constant
     ``aten.pad.default`` becomes ``aten.constant_pad_nd.default``.
     """
-    names = _all_names(program)
+    names = partial(free_name, taken=all_names(program))
     shapes: dict[str, tuple[Dim, ...]] = {
         name: tuple(weight.shape) for name, weight in program.weights.items()
     }
@@ -129,7 +133,7 @@ def write_padding_out(program: Program) -> Program:
             nodes.append(replace(node, args=conv_arguments(node), kwargs=()))
         else:
             nodes.append(node)
-    return _rebuilt(program, nodes, {}, notes)
+    return rebuilt(program, nodes, {}, notes)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) ->
     nodes = {node.name: node for node in program.nodes}
     uses = _use_counts(program)
     weights = dict(program.weights)
-    names = _all_names(program)
+    names = partial(free_name, taken=all_names(program))
     changed: dict[str, Node] = {}
     removed: set[str] = set()
     same: dict[str, str] = {}
@@ -174,7 +178,7 @@ def fold_batch_norms(program: Program, originals: Mapping[str, torch.Tensor]) ->
         removed |= {norm.name, result.name}
         notes.append(f"folded {norm.name} into {conv.name}")
     kept = [renamed(changed.get(node.name, node), same) for node in program.nodes if node.name not in removed]
-    return _rebuilt(replace(program, weights=weights), kept, same, notes)
+    return rebuilt(replace(program, weights=weights), kept, same, notes)
 
 
 def _folded(
@@ -202,7 +206,7 @@ def _along_weight(scale: torch.Tensor, weight: torch.Tensor, conv: Node) -> torc
 def write_batch_norms_out(program: Program, originals: Mapping[str, torch.Tensor]) -> Program:
     """Replaces the batch norms that are left by a multiplication and an addition per channel."""
     weights = dict(program.weights)
-    names = _all_names(program)
+    names = partial(free_name, taken=all_names(program))
     written: dict[str, list[Node]] = {}
     notes = []
     for result, norm in _batch_norm_results(program):
@@ -213,7 +217,7 @@ def write_batch_norms_out(program: Program, originals: Mapping[str, torch.Tensor
         written[result.name] = _multiply_add(result, norm, affine, weights, names)
         notes.append(f"{norm.name} stays as scale and shift per channel")
     nodes = [made for node in program.nodes for made in written.get(node.name, [node])]
-    return _rebuilt(replace(program, weights=weights), nodes, {}, notes)
+    return rebuilt(replace(program, weights=weights), nodes, {}, notes)
 
 
 def _multiply_add(
@@ -337,24 +341,3 @@ def _use_counts(program: Program) -> Counter[str]:
 
 def _name_of(argument: Argument) -> str:
     return argument.name if isinstance(argument, Ref) else ""
-
-
-def _all_names(program: Program) -> Callable[[str], str]:
-    """A function that makes names which the program does not have yet."""
-    taken = (
-        {spec.name for spec in program.inputs} | {node.name for node in program.nodes} | {*program.weights}
-    )
-
-    def fresh(wanted: str) -> str:
-        name, number = wanted, 1
-        while name in taken:
-            name, number = f"{wanted}_{number}", number + 1
-        taken.add(name)
-        return name
-
-    return fresh
-
-
-def _rebuilt(program: Program, nodes: list[Node], same: Mapping[str, str], notes: list[str]) -> Program:
-    outputs = tuple(replace(spec, value=same.get(spec.value, spec.value)) for spec in program.outputs)
-    return replace(program, nodes=tuple(nodes), outputs=outputs, notes=(*program.notes, *notes))

@@ -29,21 +29,16 @@ from cudnn_fusion.lowered import (
 from cudnn_fusion.operations import resolve
 from cudnn_fusion.plan import canonical_json
 from cudnn_fusion.segment import FLOATING, OUTPUT, Operand, Segment, SegmentSite
-from cudnn_fusion.values import Values
+from cudnn_fusion.values import Values, packets
 
-
-def _packets(names: str) -> frozenset[str]:
-    return frozenset(f"aten.{name}" for name in names.split())
-
-
-_COMPUTING = _packets(
+_COMPUTING = packets(
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d _adaptive_avg_pool2d mean sum amax amin softmax _softmax layer_norm "
     "native_layer_norm group_norm rms_norm batch_norm "
     "cat upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d pad constant_pad_nd "
     "stack pixel_shuffle pixel_unshuffle roll"
 )
-_VIEWS = _packets("permute transpose unsqueeze squeeze select slice clone contiguous flatten")
+_VIEWS = packets("permute transpose unsqueeze squeeze select slice clone contiguous flatten")
 
 MAX_NODES = 48
 """Nodes of one region: a longer one is cut, which costs a read and a write of one value."""

@@ -5,26 +5,15 @@ from __future__ import annotations
 from cudnn_fusion.lowered import Dim, Node, Program, dtype_name, node_references
 from cudnn_fusion.segment import CHANNELS_LAST, ROW_MAJOR
 
-_ROW_MAJOR = frozenset(
-    f"aten.{name}"
-    for name in [
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "layer_norm",
-        "native_layer_norm",
-        "rms_norm",
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "unflatten",
-        "embedding",
-        "scaled_dot_product_attention",
-        "transpose",
-    ]
+
+def packets(names: str) -> frozenset[str]:
+    """ATen operations by their names without overloads, separated by spaces."""
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+_ROW_MAJOR = packets(
+    "linear matmul mm bmm addmm baddbmm layer_norm native_layer_norm rms_norm view reshape _unsafe_view "
+    "unflatten embedding scaled_dot_product_attention transpose"
 )
 """Operations whose results of four or five axes are row-major."""
 
