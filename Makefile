@@ -68,7 +68,7 @@ define install
 	$(PYTHON) -m venv $(1)
 	echo '*' > $(1)/.gitignore
 	$(1)/bin/python -m pip install --quiet $(CONSTRAINTS) torch
-	cuda=$$($(1)/bin/python -c 'import torch; print(torch.version.cuda or "")'); \
+	cuda=$$($(1)/bin/python -W ignore -c 'import torch; print(torch.version.cuda or "")'); \
 	$(1)/bin/python -m pip install --quiet $(CONSTRAINTS) $$([ -n "$$cuda" ] || echo -c constraints/no-gpu.txt) -e '.[$(2)]'
 endef
 

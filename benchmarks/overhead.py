@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py --output benchmarks/results/cpu-2026-12-02-overhead.json
 
-A small convolutional network is exported, tuned and served; requests of one row go one after another over
+CREPE "tiny" with random weights is exported, tuned and served; requests of one row go one after another over
 gRPC. Each request's overhead is the time from entry of the Triton model's `execute` to its return, less
 the time in `Executor.run` (the plans and torch's operations). In turn with it a copy of the model, with a
 stopwatch around each part, takes the same requests. Served again with one bucket and with eight, the weights
@@ -38,9 +38,12 @@ from benchmarks.machine import environment
 from benchmarks.overhead_model import PARTS_SUFFIX, SAMPLES_VARIABLE
 from cudnn_fusion.environment import cpu_compatibility
 from cudnn_fusion.triton_server import TritonServer
-from tools.demo.crepe import weights_file
 
 ROOT = Path(__file__).resolve().parents[1]
+MODEL = "crepe"
+FACTORY = "tools.demo.crepe:crepe_tiny_untrained"
+INPUT = "x:FP32[batch=1..64,1024]"
+ROW_DIMS = (1, 1024)
 MEDIAN_LIMIT_US = 300.0
 BUCKETS = tuple(range(1, 9))
 WARM_UP_REQUESTS = 200
@@ -52,22 +55,6 @@ Samples = Mapping[str, list[float]]
 """Microseconds of each request, by part of `execute`."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-@dataclass(frozen=True)
-class Network:
-    """A network to serve: its factory, its input's declaration, and the input's dims without the batch."""
-
-    name: str
-    factory: str
-    declaration: str
-    dims: tuple[int, ...]
-
-
-CREPE = Network("crepe", "tools.demo.crepe:crepe_tiny", "x:FP32[batch=1..64,1024]", (1024,))
-CONV_BLOCK = Network(
-    "conv_block", "tools.demo.conv_block:conv_block", "x:FP32[batch=1..64,64,56,56]", (64, 56, 56)
-)
 
 
 @dataclass(frozen=True)
@@ -105,12 +92,11 @@ def main(
     requests: Annotated[int, typer.Option(help="Requests that are measured.", min=2000)] = 4000,
 ) -> None:
     """Measures the overhead of a request and the weights' memory, and checks both against their limits."""
-    network = _available_network()
     with tempfile.TemporaryDirectory(prefix="cudnn_fusion_overhead_") as folder:
-        model = tuned_model(network, Path(folder))
-        whole, parts = measured_requests(network, model, requests, Path(folder))
+        model = tuned_model(Path(folder))
+        whole, parts = measured_requests(model, requests, Path(folder))
         weights_bytes = {count: bytes_of_weights(model, count) for count in (1, len(BUCKETS))}
-    row = row_of(network, whole, parts, weights_bytes)
+    row = row_of(whole, parts, weights_bytes)
     measured_in = environment(cpu_compatibility())
     measured_in["tritonclient"] = importlib.metadata.version("tritonclient")
     result = {"command": shlex.join(sys.argv), "environment": measured_in, "rows": [asdict(row)]}
@@ -122,19 +108,10 @@ def main(
     raise typer.Exit(1 if broken else 0)
 
 
-def _available_network() -> Network:
-    """CREPE if its weights are installed."""
-    try:
-        weights_file()
-    except FileNotFoundError:
-        return CONV_BLOCK
-    return CREPE
-
-
-def tuned_model(network: Network, folder: Path) -> Path:
+def tuned_model(folder: Path) -> Path:
     """The directory of the network exported in fp32 and tuned at `BUCKETS`."""
-    model = folder / "repository" / network.name
-    run_tool("export.py", f"--model={network.factory}", f"--input={network.declaration}", f"--out={model}")
+    model = folder / "repository" / MODEL
+    run_tool("export.py", f"--model={FACTORY}", f"--input={INPUT}", f"--out={model}")
     buckets = ",".join(map(str, BUCKETS))
     run_tool("pretune.py", str(model), f"--buckets={buckets}", f"--staging={folder / 'staging'}")
     return model
@@ -149,9 +126,9 @@ def run_tool(name: str, *arguments: str) -> None:
         raise typer.Exit(1)
 
 
-def measured_requests(network: Network, model: Path, requests: int, folder: Path) -> list[Samples]:
+def measured_requests(model: Path, requests: int, folder: Path) -> list[Samples]:
     """Samples of the last ``requests`` requests from the model, and from its copy whose parts are timed."""
-    names = (network.name, network.name + PARTS_SUFFIX)
+    names = (MODEL, MODEL + PARTS_SUFFIX)
     repository, samples = folder / "timed", folder / "samples"
     samples.mkdir()
     for name in names:
@@ -162,21 +139,19 @@ def measured_requests(network: Network, model: Path, requests: int, folder: Path
     with TritonServer(repository, models=names, env={SAMPLES_VARIABLE: str(samples)}) as server:
         with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
             for name in names:
-                send(client, name, network.dims, WARM_UP_REQUESTS)
+                send(client, name, WARM_UP_REQUESTS)
             for start in range(0, requests, BLOCK_REQUESTS):
                 for name in names:
-                    send(client, name, network.dims, min(BLOCK_REQUESTS, requests - start))
+                    send(client, name, min(BLOCK_REQUESTS, requests - start))
         check_origin(server.metrics())
     measured: list[Samples] = [json.loads((samples / f"{name}.json").read_text()) for name in names]
     return [{part: values[WARM_UP_REQUESTS:] for part, values in each.items()} for each in measured]
 
 
-def send(
-    client: tritonclient.grpc.InferenceServerClient, model: str, dims: tuple[int, ...], requests: int
-) -> None:
+def send(client: tritonclient.grpc.InferenceServerClient, model: str, requests: int) -> None:
     """Sends so many requests of one row to ``model``, one after another."""
     random = np.random.default_rng(0)
-    rows = [random.standard_normal((1, *dims), dtype=np.float32) for _ in range(16)]
+    rows = [random.standard_normal(ROW_DIMS, dtype=np.float32) for _ in range(16)]
     for number in range(requests):
         tensor = tritonclient.grpc.InferInput("x", rows[0].shape, "FP32")
         tensor.set_data_from_numpy(rows[number % len(rows)])
@@ -207,13 +182,13 @@ def bytes_of_weights(model: Path, buckets: int) -> int:
     return int(float(weights[1]))
 
 
-def row_of(network: Network, whole: Samples, parts: Samples, weights_bytes: Mapping[int, int]) -> Row:
+def row_of(whole: Samples, parts: Samples, weights_bytes: Mapping[int, int]) -> Row:
     """The result: the overhead from the first samples, its parts from the second."""
     overhead = [execute - run for execute, run in zip(whole["execute"], whole["run"], strict=True)]
     named = {part: parts[part] for part in PARTS if part in parts}
     rest = [execute - sum(pieces) for execute, *pieces in zip(parts["execute"], *named.values(), strict=True)]
     return Row(
-        network.name,
+        MODEL,
         1,
         len(overhead),
         Times.of(overhead),

@@ -21,7 +21,11 @@ from cudnn_fusion.lowered import Program, ProgramError
 from cudnn_fusion.model_directory import WrittenModel, model_name, write_model
 from cudnn_fusion.program import export_program, load_model
 
+# Without rich's markup, which takes [batch=1..64,...] for a tag; a factory's own failure is one line.
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
+
+@app.command()
 def main(
     *,
     model: Annotated[
@@ -31,8 +35,8 @@ def main(
         list[str],
         typer.Option(
             "--input",
-            help="NAME:DTYPE[dims], in forward()'s order; a dim is a size or AXIS=MIN..MAX, for example "
-            "image:FP32[batch=1..64,3,height=224..512,224]",
+            help="NAME:DTYPE[dims], by forward()'s names or in its order; a dim is a size or AXIS=MIN..MAX, "
+            "as in image:FP32[batch=1..64,3,height=224..512,224]",
         ),
     ],
     out: Annotated[Path, typer.Option(help="directory to write, model_repository/NAME")],
@@ -85,4 +89,4 @@ def _weight_bytes(program: Program) -> int:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -86,7 +86,10 @@ def why(
         if as_json:
             print(json.dumps(asdict(answer), indent=1, default=str))
             return
-        say(f"here: {here.label()} ({here.hash()})")
+        say(f"{'target' if target else 'here'}: {here.label()} ({here.hash()})")
+        if not sizes and bucket.sizes:
+            example = ",".join(f"{name}=..." for name, _ in bucket.sizes)
+            say(f"for the smallest request; for another: --sizes {example}")
         print_answer(bucket, answer)
         print_left(report, here.kind)
         if any(item.origin != "exact" for item in answer.segments):
@@ -130,7 +133,9 @@ def print_environment(environment: EnvironmentReport) -> None:
         errors = ""
         if record.error is not None and record.torch_error is not None:
             errors = f", error {record.error.rms:.1e}, torch's {record.torch_error.rms:.1e}"
-        say(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}{errors}")
+        slower = record.model_time_us and record.torch_time_us and record.model_time_us > record.torch_time_us
+        note = ": as a whole slower than torch, tune again with --force" if slower else ""
+        say(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}{errors}{note}")
 
 
 def plan_row(tuned: TunedPlan, now: datetime) -> list[str]:
@@ -155,7 +160,8 @@ def print_answer(request: Bucket, answer: ShapeAnswer) -> None:
     """The bucket that would serve, and a row for each of its segments."""
     parts = ", ".join(f"{part.rows} rows in {part.bucket.name}" for part in answer.choice.parts)
     tuned = " ".join(bucket.name for bucket in answer.tuned) or "none"
-    say(f"{request.name}: {answer.choice.kind}: {parts}; tuned buckets: {tuned}")
+    how = parts if answer.choice.kind != "none" else "no tuned bucket fits, runs at its own sizes"
+    say(f"{request.name}: {answer.choice.kind}: {how}; tuned buckets: {tuned}")
     rows = []
     for item in answer.segments:
         plan = item.plan.candidate.label() if item.plan else "-"

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 from cudnn_fusion.cpu_threads import let_threads_sleep
+from cudnn_fusion.interrupts import end_at_once, raise_once
 
 let_threads_sleep()
+if __name__ == "__main__":
+    end_at_once()  # An import that is interrupted can swallow a KeyboardInterrupt.
 
 # ruff: noqa: E402
 import torch
@@ -35,7 +38,7 @@ def main(
         int | None, typer.Option(help="GPU to tune on; default: 0, and without a GPU the CPU.")
     ] = None,
     buckets: Annotated[
-        str, typer.Option(help="Batch sizes (1,8,64) or sizes of all axes (batch=8,height=224;...).")
+        str, typer.Option(help="Batch sizes (1,8,64) or sizes of all axes ('batch=8,height=224;...').")
     ] = "",
     samples: Annotated[
         Path | None,
@@ -60,19 +63,19 @@ def main(
         pretuning = Pretuning.open(model_directory, place, target, staging, force)
         wanted = parse_buckets(buckets, pretuning.program)
         arrays = None if samples is None else load_samples(samples)
-        result = _run(pretuning, wanted, arrays)
+        result = _run(pretuning, wanted, arrays, named=bool(buckets))
     except (PretuneError, PlanStoreError, ValueError) as error:
         console.print(f"[red]not tuned:[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        kept = "" if pretuning is None else f"; finished plans are kept in {pretuning.tuner.store.root}"
+        kept = "" if pretuning is None else f"; finished plans are kept in {pretuning.staging.directory}"
         console.print(f"interrupted{escape(kept)}: run the same command again to go on", highlight=False)
         raise typer.Exit(130) from None
     finally:
         if pretuning is not None:
             pretuning.close()
     _print(result)
-    if result.tuned < len(result.outcomes) or result.problems:
+    if not result.complete:
         _print_failures(result)
         raise typer.Exit(1)
 
@@ -85,7 +88,9 @@ def _device(index: int | None) -> torch.device:
     return torch.device("cuda", index or 0) if count else torch.device("cpu")
 
 
-def _run(pretuning: Pretuning, buckets: list[Bucket], arrays: dict[str, torch.Tensor] | None) -> Result:
+def _run(
+    pretuning: Pretuning, buckets: list[Bucket], arrays: dict[str, torch.Tensor] | None, *, named: bool
+) -> Result:
     tuner = pretuning.tuner
     total = sum(len(tuner.work(bucket)) for bucket in buckets)
     columns = (
@@ -100,6 +105,12 @@ def _run(pretuning: Pretuning, buckets: list[Bucket], arrays: dict[str, torch.Te
         highlight=False,
         markup=False,
     )
+    others = [axis for axis in pretuning.program.axes if axis.name != pretuning.program.batch_axis]
+    if not named and others:
+        console.print(
+            f"of {', '.join(axis.name for axis in others)} only the largest size is tuned: name others with "
+            "--buckets"
+        )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("segments x buckets", total=total)
 
@@ -166,4 +177,5 @@ def _print_failures(result: Result) -> None:
 
 
 if __name__ == "__main__":
+    raise_once()
     app()

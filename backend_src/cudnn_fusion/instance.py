@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -136,9 +137,11 @@ class Instance:
         clock.lap("preflight")
         stores = [PlanStore(version_directory / PLANS)]
         if settings.plan_overlay is not None:
-            if not settings.plan_overlay.is_dir():
-                _LOG.warning("PLAN_OVERLAY %s is not a directory: no plans there", settings.plan_overlay)
-            stores.insert(0, PlanStore(settings.plan_overlay))
+            # Path.is_dir raises for a path that is too long.
+            if os.path.isdir(settings.plan_overlay):
+                stores.insert(0, PlanStore(settings.plan_overlay))
+            else:
+                _LOG.warning("PLAN_OVERLAY %.200s is not a directory: no plans there", settings.plan_overlay)
         cache = PlanCache(
             stores, here.compatibility, current_provenance(here.compatibility.kind), here.engines, device
         )
@@ -148,6 +151,8 @@ class Instance:
             # Torch's own choice of algorithm is timed only while loading, never for a request.
             torch.backends.cudnn.benchmark = True
         instance.report = instance.model.load()
+        if problem := instance.model.why_untuned():
+            _LOG.warning("%s: torch serves instead until tools/pretune.py has run here", problem)
         torch.backends.cudnn.benchmark = False
         clock.lap("executors")
         clock.seconds["executors"] -= instance.report.plans_s
@@ -183,6 +188,21 @@ class Instance:
                 expected = f"TYPE_{TRITON_NAMES[spec.dtype]}"
                 if item["data_type"] != expected:
                     raise ServingError(f"{item['name']!r} is {item['data_type']}; the program has {expected}")
+                dims = [int(size) for size in item.get("reshape", {}).get("shape", item["dims"])]
+                if not self._dims_fit(dims, spec.shape[1:] if batched else spec.shape):
+                    after_batch = " after the batch" if batched else ""
+                    raise ServingError(
+                        f"{item['name']!r} has dims {dims}{after_batch}; the program has {spec.describe()}; "
+                        "write -1 for what changes"
+                    )
+
+    def _dims_fit(self, dims: Sequence[int], shape: Sequence[lowered.Dim]) -> bool:
+        """Whether config.pbtxt's dims allow sizes that the program has; -1 allows every size."""
+        ranges = {axis.name: range(axis.minimum, axis.maximum + 1) for axis in self.model.program.axes}
+        return len(dims) == len(shape) and all(
+            given == -1 or (given == size if isinstance(size, int) else given in ranges.get(size, (given,)))
+            for given, size in zip(dims, shape, strict=True)
+        )
 
     def execute(self, requests: Sequence[Any], pb_utils: Any, metrics: Metrics) -> list[Any]:
         """One response for each request, in order."""

@@ -2,7 +2,8 @@
 
 A lowered program is two files in one directory, neither of which can hold code:
 
-- ``program.json``: inputs, outputs, dynamic axes and a list of nodes, one ATen call each;
+- ``program.json``: inputs, outputs, dynamic axes, a list of nodes, one ATen call each, and the checksum of
+  both files (``sha256``);
 - ``weights.safetensors``: every weight, laid out as stored by safetensors (row-major).
 
 Operations are named (``aten.conv2d.default``) and resolved through an allow-list when they are
@@ -26,10 +27,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cudnn_fusion.dims import axis_names
+from cudnn_fusion.sealed_files import require_regular
 
 FORMAT_VERSION = 1
 PROGRAM_FILE = "program.json"
 WEIGHTS_FILE = "weights.safetensors"
+_CHECKSUM = "sha256"
 PRECISIONS = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Precision modes, and the type of values in each."""
 
@@ -124,7 +127,7 @@ class Program:
     notes: tuple[str, ...] = ()
     """What the passes did, a sentence each (``folded batch_norm_1 into conv2d_1``)."""
     sha256: str = ""
-    """Content hash over program.json and weights.safetensors; empty until written or read."""
+    """Content hash over both files, which program.json holds; empty until written or read."""
 
     @property
     def batch(self) -> Axis | None:
@@ -155,8 +158,9 @@ def write(program: Program, directory: Path) -> Program:
         umask = os.umask(0)
         os.umask(umask)
         weights_file.chmod(0o666 & ~umask)
-        program_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         digest = _content_hash(document, weights_file)
+        document[_CHECKSUM] = digest
+        program_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         for file in (weights_file, program_file):
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
@@ -171,8 +175,10 @@ def read(directory: Path) -> Program:
     version, or says something that no exported program says.
     """
     document = _read_document(directory / PROGRAM_FILE)
+    recorded = document.pop(_CHECKSUM, None)
     path = directory / WEIGHTS_FILE
     try:
+        require_regular(path)
         weights = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ProgramError(f"{path} is not a readable safetensors file ({error}); export again") from None
@@ -185,7 +191,13 @@ def read(directory: Path) -> Program:
         raise ProgramError(
             f"{directory / PROGRAM_FILE} does not describe a program ({error!r}); export again"
         ) from None
-    return replace(program, sha256=_content_hash(document, path))
+    digest = _content_hash(document, path)
+    if digest != recorded:
+        raise ProgramError(
+            f"{directory / PROGRAM_FILE} and {WEIGHTS_FILE} have the checksum {digest[:12]}, recorded is "
+            f"{str(recorded)[:12]}: one of them was changed or damaged after the export; export again"
+        )
+    return replace(program, sha256=digest)
 
 
 def _content_hash(document: Mapping[str, Any], weights_file: Path) -> str:
@@ -204,6 +216,7 @@ def _read_document(path: Path) -> dict[str, Any]:
         return value
 
     try:
+        require_regular(path)
         text = path.read_bytes().decode("utf-8")
         document = json.loads(text, parse_float=finite, parse_constant=finite)
     except (OSError, ValueError, RecursionError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections import Counter
@@ -25,6 +24,7 @@ from cudnn_fusion.partition import Partition, partition
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.preflight import cudnn_version
 from cudnn_fusion.shapes import Bucket
+from cudnn_fusion.staging import Staging, StagingError
 from cudnn_fusion.tuner import Outcome, Samples, Tuner
 
 DEFAULT_BATCHES = 8
@@ -53,6 +53,11 @@ class Result:
         """Segments x buckets that have a plan now."""
         return sum(outcome.plan is not None for outcome in self.outcomes)
 
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for is tuned and recorded."""
+        return self.tuned == len(self.outcomes) and not self.problems
+
 
 @dataclass
 class Pretuning:
@@ -61,6 +66,7 @@ class Pretuning:
     version_directory: Path
     program: Program
     tuner: Tuner
+    staging: Staging
     target: str | None
     engine: CudnnEngine | None
 
@@ -86,8 +92,12 @@ class Pretuning:
         resources = Resources(program, parts, place_of_weights)
         if not resources.partition.sites:
             raise PretuneError(_why_nothing(resources.partition))
-        known = [PlanStore(v / PLANS) for v in versions(model_directory)]
-        store = PlanStore(staging_directory(program, staging))
+        known = [] if force else [PlanStore(v / PLANS) for v in versions(model_directory)]
+        try:
+            unfinished = Staging(program, staging, forced=force)
+        except StagingError as error:
+            raise PretuneError(str(error)) from error
+        store = PlanStore(unfinished.directory)
         if target is None:
             here = place(device)
             if here.errors:
@@ -103,11 +113,12 @@ class Pretuning:
             engines, compatibility = [], target_compatibility(description, cudnn_version())
         provenance = current_provenance(compatibility.kind)
         builders = Builders(device) if any(isinstance(e, CudnnEngine) for e in engines) else None
-        tuner = Tuner(resources, engines, compatibility, provenance, store, known, force, builders)
-        return cls(version_directory, program, tuner, target, engine)
+        tuner = Tuner(resources, engines, compatibility, provenance, store, known, builders)
+        return cls(version_directory, program, tuner, unfinished, target, engine)
 
     def close(self) -> None:
-        """Ends the processes that build."""
+        """Ends the processes that build, and leaves staging to other runs."""
+        self.staging.close()
         if self.tuner.builders is not None:
             self.tuner.builders.close()
 
@@ -116,8 +127,8 @@ class Pretuning:
     ) -> Result:
         """Tunes buckets one by one and publishes them at the end.
 
-        Interrupted, what is finished stays in staging for the next run. What else staging holds, from earlier
-        runs or versions, is not published.
+        Interrupted or not complete, what is finished stays in staging for the next run. What else staging
+        holds is not published.
         """
         self.tuner.on_outcome = on_outcome
         outcomes: list[Outcome] = []
@@ -129,9 +140,12 @@ class Pretuning:
         digests = {self.tuner.compatibility.hash(): {outcome.work.key.digest() for outcome in outcomes}}
         published = PlanStore(self.version_directory / PLANS).merge_from(self.tuner.store, digests)
         tuner = self.tuner
-        return Result(
+        result = Result(
             tuple(outcomes), published, tuner.built_candidates, tuner.timed_candidates, tuple(tuner.problems)
         )
+        if result.complete:
+            self.staging.clear()
+        return result
 
 
 def _why_nothing(parts: Partition) -> str:
@@ -175,9 +189,10 @@ def parse_buckets(text: str, program: Program) -> list[Bucket]:
     if "=" not in text:
         axis = program.batch_axis or (program.axes[0].name if len(program.axes) == 1 else None)
         if axis is None or len(program.axes) > 1:
-            names = ", ".join(a.name for a in program.axes)
+            smallest = ",".join(f"{a.name}={a.minimum}" for a in program.axes)
+            largest = ",".join(f"{a.name}={a.maximum}" for a in program.axes)
             raise PretuneError(
-                f"--buckets {text!r}: give a size for each axis ({names}), as in a=8,b=224;a=1,..."
+                f"--buckets {text!r}: give a size for each axis, as in --buckets '{smallest};{largest}'"
             )
         return _checked([{axis: part.strip()} for part in text.split(",")], text, program)
     groups = [group for group in text.split(";") if group.strip()]
@@ -240,18 +255,3 @@ def load_samples(path: Path) -> dict[str, torch.Tensor]:
         raise PretuneError(
             f"cannot read samples from {path}: {error}; save arrays of numbers with numpy.savez"
         ) from error
-
-
-def staging_directory(program: Program, base: Path | None = None) -> Path:
-    """Where finished plans wait for publication: by the program's content, never by the model's path."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    directory = (base or Path(home) / "cudnn_fusion" / "staging") / program.sha256[:16]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PretuneError(
-            f"cannot write to {directory} ({error}); name another place with --staging"
-        ) from error
-    if not os.access(directory, os.W_OK):
-        raise PretuneError(f"cannot write to {directory}; name another place with --staging")
-    return directory

@@ -9,6 +9,7 @@ import inspect
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -65,7 +66,16 @@ def _make(reference: str, factory: Any) -> Any:
         inspect.signature(factory).bind()
     except TypeError as error:
         raise ProgramError(f"model {reference!r} cannot be called without arguments: {error}") from None
-    return factory()
+    try:
+        return factory()
+    except Exception as error:
+        raise ProgramError(f"model {reference!r} cannot be made: {_what_and_where(error)}") from error
+
+
+def _what_and_where(error: Exception) -> str:
+    """``ValueError: no such size (net.py:12)``: for a failure in code that is not this package's."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
 def _import(reference: str, module_name: str) -> Any:
@@ -78,6 +88,8 @@ def _import(reference: str, module_name: str) -> Any:
             f"model {reference!r}: no module {error.name!r} (searched from {os.getcwd()} and in "
             "the installed packages)"
         ) from None
+    except Exception as error:
+        raise ProgramError(f"model {reference!r} cannot be imported: {_what_and_where(error)}") from error
 
 
 def _load_pt2(path: Path) -> ExportedProgram:

@@ -93,6 +93,12 @@ def read_file(path: Path, largest_bytes: int) -> bytes:
         raise DamagedError(path, f"cannot be read: {problem.strerror}") from problem
 
 
+def require_regular(path: Path) -> None:
+    """Raises OSError when ``path`` is no regular file: to open a named pipe would wait for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
 def write(path: Path, data: bytes) -> None:
     """Makes ``path`` hold ``data``, at once for every reader and whatever happens. Raises PlanStoreError."""
     temporary = path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"

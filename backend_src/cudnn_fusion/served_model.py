@@ -133,6 +133,22 @@ class ServedModel:
         )
         return [f"{count} x {text}" for text, count in counted.most_common(8)]
 
+    def why_untuned(self) -> str:
+        """Why no bucket is tuned, or why some plans of tuned ones are missing; empty when all is as tuned."""
+        if self.settings.engine == "reference" or not self.resources.partition.sites:
+            return ""
+        if self._tuned:
+            missing = sum(served.origin == "reference" for served in self._served)
+            total = len(self._served)
+            return f"{missing} of {total} segments in tuned buckets have no usable plan" if missing else ""
+        stored = [r for store in self._stores for r in store.buckets(self.cache.compatibility)]
+        if any(record.program_sha256 == self.program.sha256 for record in stored):
+            return "no tuned bucket fits the limits"
+        if stored:
+            return "no bucket is tuned: the stored ones are for other content of this model"
+        roots = ", ".join(str(store.root) for store in self._stores)
+        return f"no bucket is tuned: {roots} has none for this model and kind of device"
+
     def choose(self, request: Bucket) -> BucketChoice:
         """How sizes of a request are served; see `cudnn_fusion.shapes.choose`."""
         choice = self._choices.get(request)

@@ -97,7 +97,6 @@ class Tuner:
     provenance: Provenance
     store: PlanStore
     known: Sequence[PlanStore] = ()
-    force: bool = False
     builders: Builders | None = None
     on_outcome: Callable[[Outcome], None] = field(default=lambda outcome: None)
     built_candidates: int = 0
@@ -125,7 +124,8 @@ class Tuner:
         ``seed``. Results are published one by one: an interruption loses nothing that is finished.
         """
         work = self.work(bucket)
-        known = {w.key: p for w in work if (p := self._take_finished(w, timed=True)) is not None}
+        checked_on = "samples" if samples else "generated"
+        known = {w.key: p for w in work if (p := self._take_finished(w, True, checked_on)) is not None}
         values: Tensors | None = None
         outcomes: list[Outcome] = []
         for item in work:
@@ -141,7 +141,7 @@ class Tuner:
                     )
                     values = self._activations(inputs, missing)
                     self._nan_fills_rows = self._fills_rows(inputs)
-                outcome = self._tune_one(bucket, item, values, "samples" if samples else "generated")
+                outcome = self._tune_one(bucket, item, values, checked_on)
             outcomes.append(outcome)
             self.on_outcome(outcome)
         outcomes = self._record(bucket, outcomes, lambda: self._whole(bucket, outcomes, samples, seed))
@@ -156,7 +156,7 @@ class Tuner:
         plain = TorchEngine(torch.device("cuda"))
         outcomes: list[Outcome] = []
         for item in self.work(bucket):
-            known = self._take_finished(item, timed=False)
+            known = self._take_finished(item, False, "generated")
             outcome = (
                 Outcome(bucket, item, known, reused=True)
                 if known is not None
@@ -166,17 +166,18 @@ class Tuner:
             self.on_outcome(outcome)
         return self._record(bucket, outcomes, None)
 
-    def _take_finished(self, item: Work, timed: bool) -> Plan | None:
+    def _take_finished(self, item: Work, timed: bool, checked_on: str) -> Plan | None:
         """A plan tuned for this very program: in the staging store, or named by a bucket of a known one.
 
-        A ``timed`` one loads here: what the server would refuse to load is not finished. Afterwards the plan
-        is in the staging store, from which everything is published.
+        A ``timed`` one loads here: what the server would refuse to load is not finished. Nor is one in
+        staging that was checked on generated inputs where now there are samples. Afterwards the plan is in
+        the staging store, from which everything is published.
         """
-        if self.force:
-            return None
         for store in (self.store, *self.known):
             found = store.find(self.compatibility, item.key)
             if not isinstance(found, Found) or (timed and not found.plan.timed):
+                continue
+            if store is self.store and checked_on == "samples" != found.plan.checked_on:
                 continue
             if store is not self.store and item.key.digest() not in self._digests(store):
                 continue
@@ -206,7 +207,7 @@ class Tuner:
 
     def _recheck(self, bucket: Bucket, item: Work, judge: Judge, checked_on: str) -> Outcome | None:
         """A plan tuned for another program (a sibling version, other weights): checked again, not timed."""
-        for store in () if self.force else self.known:
+        for store in self.known:
             found = store.find(self.compatibility, item.key)
             if not isinstance(found, Found) or not found.plan.timed:
                 continue
@@ -259,6 +260,7 @@ class Tuner:
     ) -> tuple[list[Outcome], BucketRecord] | None:
         """Lets the whole program choose between near-equal plans, checks and times it.
 
+        Where it is slower than torch alone, torch's own form serves every segment.
         None when its result is wrong, which is added to ``problems``.
         """
         resources, device = self.resources, self.resources.device
@@ -284,6 +286,11 @@ class Tuner:
         if errors is not None and errors.refusal:
             self.problems.append(f"{bucket.name}: the whole program from these plans is {errors.refusal}")
             return None
+        ours_us, torch_us = whole_model.times_us([ours, alone], device)
+        unfused = [self._reference_option(key) for key in keys]
+        if ours_us * whole_model.GAIN > torch_us and all(unfused):
+            served, ours_us = [s for s in unfused if s is not None], torch_us
+            errors = None if errors is None else replace(errors, ours=errors.torch)
         final, winners = dict(zip(keys, served, strict=True)), dict(zip(keys, tuned, strict=True))
         published = {
             key: self._publish_other(key, plan)
@@ -291,7 +298,6 @@ class Tuner:
             if plan.candidate != winners[key].candidate
         }
         outcomes = [replace(o, plan=published.get(o.work.key, o.plan)) for o in outcomes]
-        ours_us, torch_us = whole_model.times_us([ours, alone], device)
         record = BucketRecord(
             bucket.sizes,
             resources.program.sha256,
@@ -304,6 +310,10 @@ class Tuner:
             now_text(),
         )
         return outcomes, record
+
+    def _reference_option(self, key: PlanKey) -> Served | None:
+        finals = self._finals.get(key, ())
+        return next((f.option.served for f in finals if _is_reference(f.plan.candidate)), None)
 
     def _publish_other(self, key: PlanKey, served: Served) -> Plan:
         """Publishes the plan that the whole program chose, as newer than the one that won alone."""
@@ -460,11 +470,13 @@ class Tuner:
 
 
 def _options(finals: Sequence[tuple[_Loaded, Timing]]) -> Sequence[tuple[_Loaded, Timing]]:
-    """Of finals, fastest first, those between which the whole program decides: the fastest, and the most
-    exact of the others."""
+    """Of finals, fastest first, those between which the whole program decides: the fastest, the most exact of
+    the others, and torch's own form."""
     fastest, others = finals[:OPTIONS], finals[OPTIONS:]
     most_exact = min(others, key=lambda pair: pair[0].error.rms if pair[0].error else math.inf, default=None)
-    return [*fastest, *([] if most_exact is None else [most_exact])]
+    kept = [*fastest, *([] if most_exact is None else [most_exact])]
+    plain = [pair for pair in others if _is_reference(pair[0].built.candidate) and pair is not most_exact]
+    return [*kept, *plain]
 
 
 def _digests_of(outcomes: Sequence[Outcome]) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ RECIPE_REASONS = {
 @pytest.fixture(scope="module")
 def faults(script):
     """What one process says of all faults of blobs, segments and recipes: it takes seconds to start."""
-    return lines(script(BLOBS + SEGMENTS + RECIPES, EXAMPLE, stdin=json.dumps(IMPOSSIBLE)))
+    return lines(script(BLOBS + SEGMENTS + RECIPES + SERVED, EXAMPLE, stdin=json.dumps(IMPOSSIBLE)))
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,80 @@ def test_cudnn_does_not_look_at_the_device_name_so_the_store_must(blobs, kind):
 def test_a_blob_that_is_no_plan_is_refused_with_an_error_that_loading_expects(blobs, damage):
     """A blob with wrong first bytes and a matching checksum must not end a server (seen in TensorRT)."""
     assert blobs[damage]
+
+
+SERVED = """
+import shutil, tempfile
+from dataclasses import replace
+from cudnn_fusion import lowered
+from cudnn_fusion.engines.torch_eager import REFERENCE_FORM, TorchEngine
+from cudnn_fusion.environment import current_provenance
+from cudnn_fusion.interpreter import Interpreter
+from cudnn_fusion.plan import sha256_hex
+from cudnn_fusion.plan_cache import PlanCache
+from cudnn_fusion.plan_store import PlanStore
+from cudnn_fusion.served_model import ServedModel
+from cudnn_fusion.settings import Settings
+cpu = torch.device("cpu")
+described = cudnn.pygraph
+class WithoutHandle:
+    def __init__(self, handle):
+        device = cudnn.create_device_properties(json.dumps(properties))
+        self.graph = described(device_property=device, sm_version=90)
+    def deserialize(self, handle, blob):
+        self.graph.deserialize(blob)
+cudnn.pygraph = WithoutHandle
+class LoadsAndLetsTorchRun(CudnnEngine):
+    def handle(self):
+        return None
+    def load(self, segment, sizes, *plan):
+        super().load(segment, sizes, *plan)
+        return TorchEngine(cpu).load(segment, sizes, Candidate("torch", REFERENCE_FORM), None, 0)
+version = pathlib.Path(sys.argv[1]) / "1"
+program = lowered.read(version / "lowered")
+damages = {
+    "unchanged": lambda blob: blob,
+    "wrong first bytes": lambda blob: bytes(16) + blob[16:],
+    "cut": lambda blob: blob[: len(blob) // 2],
+    "empty": lambda blob: b"",
+}
+for name, damage in damages.items():
+    root = pathlib.Path(tempfile.mkdtemp())
+    # Without its bucket of 64 rows, which takes seconds on a CPU.
+    shutil.copytree(version / "plans", root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("batch=64.*"))
+    store = PlanStore(root)
+    (here,) = [stored.compatibility for stored in store.environments()]
+    (plan,) = [plan for plan in store.plans(here.hash()) if plan.key.sizes[0][1][0] == 1]
+    blob = damage(store.find(here, plan.key).blob)
+    store.publish(here, replace(plan, blob_sha256=sha256_hex(blob)), blob)
+    cache = PlanCache([store], here, current_provenance("cpu"), {"cudnn": LoadsAndLetsTorchRun(cpu)}, cpu)
+    cache.build_missing = lambda requests: ["no other plan"] * len(requests)
+    model = ServedModel(program, cache, [store], Settings())
+    report = model.load()
+    wrong = []
+    for executor in model.live:
+        for tensor in executor.inputs:
+            tensor.normal_()
+        expected = Interpreter(program, program.weights, cpu).run(executor.inputs)
+        for got, wanted in zip(executor.run(), expected, strict=True):
+            if not torch.allclose(got, wanted, rtol=1e-2, atol=1e-2):
+                wrong.append(executor.bucket.name)
+    reasons = [served.reason for served in model._served if served.origin != "exact"]
+    origins = sorted(executor.origin for executor in model.live)
+    shutil.rmtree(root)
+    say("served " + name, [origins, reasons, report.skipped, wrong])
+"""
+
+
+@pytest.mark.parametrize("damage", ["wrong first bytes", "cut", "empty"])
+def test_a_model_with_a_blob_that_is_no_plan_loads_refuses_that_plan_and_serves_the_rest(faults, damage):
+    """The checksum matches: cuDNN itself has to refuse it. Torch stands in for running what cuDNN loads."""
+    assert faults["served unchanged"] == [["exact", "exact"], [], [], []]
+    origins, (reason,), skipped, wrong = faults[f"served {damage}"]
+    assert origins == ["exact", "reference"]
+    assert reason.startswith("does not run: not loaded: ")
+    assert reason.endswith("; no other plan")
+    assert skipped == wrong == []
 
 
 IMPOSSIBLE = {

@@ -71,13 +71,16 @@ def warnings_about(model, path: Path) -> int:
     return sum(str(path) in line for line in model.log_lines("W"))
 
 
-def assert_serves_quietly(model, damaged: list[Path]) -> None:
-    """Right answers to tuned and untuned sizes, one warning for each damaged file, no error, no traceback."""
+def assert_serves_quietly(model, damaged: list[Path], missing: str = "") -> None:
+    """Right answers to tuned and untuned sizes, one warning for each damaged file and one that says what is
+    ``missing``, no error, no traceback."""
     for batch, height in ((1, 16), (3, 16), (17, 16), (2, 40)):
         arrays = small_net.inputs(batch, height)
         assert_right(model.infer(arrays), arrays)
     assert {path.name: warnings_about(model, path) for path in damaged} == {path.name: 1 for path in damaged}
-    assert len(model.log_lines("W")) == len(damaged)
+    summary = [line for line in model.log_lines("W") if "torch serves instead until" in line]
+    assert [missing in line for line in summary] == ([True] if missing else [])
+    assert len(model.log_lines("W")) == len(damaged) + len(summary)
     assert model.log_lines("E") == []
     assert "Traceback" not in model.log()
 
@@ -100,7 +103,8 @@ def test_every_damage_at_once(model_server, tuned):
     with model:
         assert model.metric("buckets", "state") == {"tuned": 3, "skipped": 0}
         assert model.metric("segments", "origin") == {"exact": 12 - len(DAMAGES), "reference": len(DAMAGES)}
-        assert_serves_quietly(model, [*damaged, damaged_bucket, foreign / "manifest.json"])
+        missing = f"{len(DAMAGES)} of 12 segments in tuned buckets have no usable plan"
+        assert_serves_quietly(model, [*damaged, damaged_bucket, foreign / "manifest.json"], missing)
 
 
 def test_a_manifest_of_another_environment_hides_its_plans(model_server, tuned):
@@ -117,7 +121,7 @@ def test_a_manifest_of_another_environment_hides_its_plans(model_server, tuned):
         arrays = small_net.inputs(4)
         _, route = model.infer_and_tell(arrays)
         assert route == Route("untuned", "none", "reference")
-        assert_serves_quietly(model, [manifest])
+        assert_serves_quietly(model, [manifest], "no bucket is tuned")
 
 
 def test_plans_of_another_environment_are_left_alone(model_server, tuned):
@@ -137,6 +141,41 @@ def test_plans_of_another_environment_are_left_alone(model_server, tuned):
         assert_serves_quietly(model, [])
         assert model.infer_and_tell(small_net.inputs(4))[1].origin in ("recipe", "reference")
     assert {path: path.read_bytes() for path in foreign.root.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("overlay", ["/missing/overlay", "x" * 5000])
+def test_an_overlay_that_is_not_there_is_a_warning(model_server, tuned, overlay):
+    line = f'parameters {{ key: "PLAN_OVERLAY" value {{ string_value: "{overlay}" }} }}'
+    with model_server.put(f"overlay_{len(overlay)}", tuned, lambda c: f"{c}\n{line}\n") as model:
+        assert model.metric("segments", "origin") == {"exact": 12}
+        assert ["is not a directory: no plans there" in line for line in model.log_lines("W")] == [True]
+
+
+# A damaged or foreign model
+
+
+def test_a_flipped_bit_in_a_weight_is_refused(model_server, tuned):
+    model = model_server.put("flipped", tuned)
+    path = model.folder / "1" / "lowered" / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InferenceServerException, match="was changed or damaged after the export"):
+        model.load()
+
+
+@pytest.mark.parametrize(
+    ("dims", "wrong"),
+    [("3, -1, 16", "3, -1, 17"), ("3, -1, 16", "3, -1, 16, 1"), ("3, -1, 16", "3, 100000, 16")],
+)
+def test_dims_that_the_program_has_not_are_refused(model_server, tuned, dims, wrong):
+    model = model_server.put(
+        f"dims_{len(wrong)}", tuned, lambda c: c.replace(f"[ {dims} ]", f"[ {wrong} ]", 1)
+    )
+    with pytest.raises(
+        InferenceServerException, match=r"has dims \[.*\] after the batch; the program has \["
+    ):
+        model.load()
 
 
 # Files that hold code

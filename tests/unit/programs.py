@@ -200,7 +200,6 @@ def tuner_of(
     *,
     engines: Sequence[object] | None = None,
     known: Sequence[PlanStore] = (),
-    force: bool = False,
     compatibility: Compatibility | None = None,
     provenance: Provenance | None = None,
 ) -> Tuner:
@@ -212,7 +211,6 @@ def tuner_of(
         provenance or current_provenance("cpu"),
         store,
         known,
-        force,
     )
 
 
@@ -277,8 +275,10 @@ class FakeEngine:
     def load(
         self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
     ) -> FakePlan:
-        """Binds the behaviour."""
+        """Binds the behaviour, if the blob is what `build` has made."""
         self.loaded.append(candidate.plan_name)
+        if blob != candidate.plan_name.encode():
+            raise CandidateRejectedError(f"not loaded: no plan begins with {(blob or b'')[:8]!r}")
         if candidate.plan_name not in self.behaviours:
             raise CandidateRejectedError(f"no behaviour {candidate.plan_name!r}")
         ready = TorchEngine(CPU).load(segment, sizes, Candidate("torch", REFERENCE_FORM), None, 0)

@@ -358,6 +358,23 @@ class TestLoadModel:
         with pytest.raises(ProgramError, match=said):
             load_model(reference)
 
+    @pytest.mark.parametrize(
+        ("code", "said"),
+        [
+            ("def make():\n    raise OSError('no weights here')", "cannot be made: OSError: no weights here"),
+            ("make = 1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+        ],
+    )
+    def test_a_failure_in_the_users_code_is_one_line_with_its_place(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+    ) -> None:
+        module = f"failing_{len(code)}"
+        (tmp_path / f"{module}.py").write_text(code)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(ProgramError, match=rf"{said} \({tmp_path}/{module}.py:\d\)$"):
+            load_model(f"{module}:make")
+
     def test_a_damaged_pt2(self, tmp_path: Path) -> None:
         (tmp_path / "bad.pt2").write_bytes(b"nothing")
         with pytest.raises(ProgramError, match="not a program saved by torch"):

@@ -165,6 +165,41 @@ def test_a_number_beyond_the_range_of_a_float_is_refused(tmp_path: Path) -> None
         lowered.read(tmp_path)
 
 
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.99])
+def test_a_changed_weight_is_refused(tmp_path: Path, place: float) -> None:
+    """One bit of a value: safetensors has no checksum of its own."""
+    lowered.write(_small(), tmp_path)
+    path = tmp_path / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    values = 8 + int.from_bytes(data[:8], "little")
+    data[values + int(place * (len(data) - values))] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ProgramError, match="was changed or damaged after the export; export again"):
+        lowered.read(tmp_path)
+
+
+def test_a_changed_program_and_one_without_a_checksum_are_refused(tmp_path: Path) -> None:
+    lowered.write(_small(), tmp_path)
+    path = tmp_path / "program.json"
+    document = json.loads(path.read_text())
+    for change in ({"name": "other"}, {"sha256": None}):
+        path.write_text(json.dumps(document | change))
+        with pytest.raises(ProgramError, match="was changed or damaged after the export; export again"):
+            lowered.read(tmp_path)
+    path.write_text(json.dumps(document))
+    assert lowered.read(tmp_path).sha256 == document["sha256"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("file", ["program.json", "weights.safetensors"])
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, file: str) -> None:
+    lowered.write(_small(), tmp_path)
+    (tmp_path / file).unlink()
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(ProgramError, match=f"{file}.*not a regular file"):
+        lowered.read(tmp_path)
+
+
 def test_truncated_and_foreign_weights_are_refused(tmp_path: Path) -> None:
     lowered.write(_small(), tmp_path / "a")
     lowered.write(_small(weights={"mask": torch.ones(4)}), tmp_path / "b")

@@ -21,7 +21,7 @@ from programs import (
 from cudnn_fusion import accuracy
 from cudnn_fusion.engines.base import BuiltPlan
 from cudnn_fusion.environment import cpu_compatibility, current_provenance
-from cudnn_fusion.plan import Candidate
+from cudnn_fusion.plan import Candidate, sha256_hex
 from cudnn_fusion.plan_cache import ORIGINS, PlanCache, run_once, worst
 from cudnn_fusion.plan_store import Found, PlanStore
 from cudnn_fusion.shapes import Bucket
@@ -163,6 +163,55 @@ def test_a_plan_whose_engine_or_form_is_gone_is_a_miss_with_one_warning(tuned, s
     assert (answer.origin, answer.reason) == ("reference", said)
     assert len(caplog.records) == 1
     is_right(answer, tuned[0])
+
+
+BLOBS = {
+    "wrong first bytes": b"\0\0und",
+    "cut": b"sou",
+    "empty": b"",
+    "more behind it": b"sound and more",
+    "another plan's": b"other",
+}
+
+
+@pytest.mark.parametrize("checksum", ["matches", "does not match"])
+@pytest.mark.parametrize("damage", BLOBS)
+def test_a_model_with_a_damaged_blob_loads_refuses_that_plan_and_serves_the_rest(
+    store, damage, checksum, monkeypatch, caplog
+):
+    program, sizes = with_hash(block()), [Bucket.of({"batch": rows}) for rows in (2, 4)]
+    tuner = tuner_of(program, store, engines=[FakeEngine({"sound": right})])
+    for bucket in sizes:
+        tuner.tune(bucket, None)
+    refused = tuner.work(BUCKET)[0]
+    plan, blob = entry(store, refused).plan, BLOBS[damage]
+    store.publish(cpu_compatibility(), replace(plan, blob_sha256=sha256_hex(blob)), blob)
+    path = store.root / cpu_compatibility().hash() / "blobs" / f"{sha256_hex(blob)}.plan"
+    said = f"does not run: not loaded: no plan begins with {blob[:8]!r}"
+    if checksum == "does not match":
+        path.write_bytes(blob + b"!")
+        said = f"{path.name}: its {len(blob) + 1} bytes do not match their checksum"
+    engine = FakeEngine({"sound": right})
+    model = served(program, PlanStore(store.root), {"cudnn": engine})
+    monkeypatch.setattr(model.cache, "build_missing", lambda requests: ["no other plan"] * len(requests))
+    with caplog.at_level(logging.WARNING):
+        report = model.load()
+    assert (report.buckets, report.skipped) == (sizes[::-1], [])
+    (reason,) = model.reasons()
+    assert reason.startswith("1 x reference: ")
+    assert said in reason
+    assert reason.endswith("; no other plan")
+    assert len(caplog.records) == 1
+    assert said in caplog.text
+    origins = {executor.bucket: executor.origins for executor in model.live}
+    assert origins == {sizes[0]: {"exact": 1, "reference": 1}, sizes[1]: {"exact": 2}}
+    for bucket in sizes:
+        executor, live = model.executor(bucket)
+        assert live
+        x = torch.randn(bucket.size("batch"), 3, 8, 8)
+        executor.inputs[0].copy_(x)
+        torch.testing.assert_close(executor.run(), run_in_torch(program, x), rtol=1e-4, atol=1e-5)
+    assert len(caplog.records) == 1, "a plan is refused once, not by every request"
 
 
 def test_a_torch_form_that_no_longer_exists_is_a_miss(tuned, store):

@@ -136,6 +136,17 @@ def test_a_plan_that_is_worth_a_look_is_marked(tmp_path, change, hint):
     assert all(hint in item["hint"] for item in json.loads(done.stdout)["segments"])
 
 
+@pytest.mark.parametrize(("model_us", "noted"), [(9.0, False), (11.0, True)])
+def test_list_notes_a_bucket_that_is_slower_than_torch(model, tmp_path, model_us, noted):
+    copy = changed_plans(model, tmp_path / "copy")
+    store = PlanStore(copy / "1" / "plans")
+    (record,) = store.buckets(cpu_compatibility())
+    store.publish_bucket(cpu_compatibility(), replace(record, model_time_us=model_us, torch_time_us=10.0))
+    said = words(plans("list", copy).stdout)
+    assert f"model {model_us} us, torch 10.0 us" in said
+    assert ("as a whole slower than torch" in said) is noted
+
+
 def test_why_tells_the_bucket_and_the_origin_of_each_segment(model):
     report = ModelReport(model / "1")
     padded = report.answer(Bucket.of({"batch": 1}), cpu_compatibility(), current_provenance("cpu"))
@@ -153,6 +164,7 @@ def test_why_without_plans_says_how_to_tune_the_buckets_it_would_use():
     done = plans("why", EXAMPLE, "--sizes", "batch=60")
     assert done.exit_code == 0, done.stderr
     assert "no plans for this environment" in words(done.stdout)
+    assert "batch=60: none: no tuned bucket fits, runs at its own sizes; tuned buckets: none" in done.stdout
     assert f"tools/pretune.py {EXAMPLE} --buckets " in done.stdout
     assert "batch=60" in done.stdout
 
@@ -179,7 +191,9 @@ def test_why_looks_as_a_target_would(h200):
     answer = json.loads(done.stdout)
     assert answer["choice"]["kind"] == "padded"
     assert [item["origin"] for item in answer["segments"]] == ["exact"]
-    assert f"({h200.hash()})" in plans("why", EXAMPLE, "--target", "h200").stdout
+    said = plans("why", EXAMPLE, "--target", "h200").stdout
+    assert said.startswith(f"target: {h200.label()} ({h200.hash()})\n")
+    assert "for the smallest request; for another: --sizes batch=..." in said
 
 
 def test_why_marks_plans_made_by_other_versions_as_stale(model):

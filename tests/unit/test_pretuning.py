@@ -2,7 +2,11 @@
 
 import hashlib
 import shutil
+import signal
+import subprocess
 import sys
+import time
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +27,10 @@ from cudnn_fusion.pretuning import (
     latest_version,
     load_samples,
     parse_buckets,
-    staging_directory,
     versions,
 )
 from cudnn_fusion.shapes import Bucket
+from cudnn_fusion.staging import Staging
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 try:
@@ -45,6 +49,10 @@ def tree(directory):
         str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
         for path in sorted(directory.rglob("*"))
     }
+
+
+def interrupt(outcome):
+    raise KeyboardInterrupt
 
 
 def zeros(ready, operands, out):
@@ -103,10 +111,6 @@ class TestCommandLine:
         assert code == 0
         assert "candidates built 0, timed 0; plans published 0" in said
         assert tree(model) == before
-        shutil.rmtree(tmp_path / "staging")
-        code, said = cli("--buckets", "1,2")
-        assert "candidates built 0, timed 0; plans published 0" in said
-        assert tree(model) == before, "also when the staging directory is gone"
 
     def test_force_tunes_again(self, cli, model):
         cli("--buckets", "1")
@@ -251,18 +255,57 @@ class TestRuns:
         """The same model loaded from two paths (triton server issue 4587): nothing is keyed by path."""
         copy = tmp_path / "elsewhere" / "copy"
         shutil.copytree(model, copy)
+        with pytest.raises(KeyboardInterrupt):
+            self.opened(model, tmp_path).run(batch(1, 2), None, interrupt)
+        result = self.opened(copy, tmp_path).run(batch(1), None, lambda outcome: None)
+        assert (result.timed_candidates, result.published) == (3, 2)
+
+    def test_a_tuned_model_under_another_path_is_not_tuned_again(self, model, tmp_path):
         self.opened(model, tmp_path).run(batch(2), None, lambda outcome: None)
+        copy = tmp_path / "elsewhere" / "copy"
+        shutil.copytree(model, copy)
         result = self.opened(copy, tmp_path).run(batch(2), None, lambda outcome: None)
-        assert (result.timed_candidates, result.published) == (0, 2)
+        assert (result.timed_candidates, result.published) == (0, 0)
+
+    def test_a_finished_run_leaves_nothing_for_later_ones(self, model, tmp_path):
+        """Another copy of the model, and this one without its plans, are tuned anew."""
+        copy = tmp_path / "elsewhere" / "copy"
+        shutil.copytree(model, copy)
+        for directory in (model, copy):
+            with closing(self.opened(directory, tmp_path)) as opened:
+                assert opened.run(batch(2), None, lambda outcome: None).timed_candidates == 6
+            assert not any((tmp_path / "staging").iterdir())
+
+    def test_a_finished_run_leaves_the_work_of_one_that_is_not(self, model, tmp_path):
+        unfinished, finished = self.opened(model, tmp_path), self.opened(model, tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            unfinished.run(batch(1), None, interrupt)
+        finished.run(batch(2), None, lambda outcome: None)
+        finished.close()
+        assert self.opened(model, tmp_path).run(batch(1), None, lambda outcome: None).timed_candidates == 3
+
+    def test_a_forced_run_goes_on_with_an_interrupted_forced_one_alone(self, model, tmp_path):
+        def timed(stop, **arguments):
+            with closing(self.opened(model, tmp_path, **arguments)) as opened, suppress(KeyboardInterrupt):
+                opened.run(batch(2), None, stop)
+            return opened.tuner.timed_candidates
+
+        assert timed(interrupt) == 3
+        assert timed(lambda outcome: None, force=True) == 6, "what another run has left is not taken"
+        assert timed(interrupt, force=True) == 3
+        assert timed(lambda outcome: None, force=True) == 3
+        assert timed(lambda outcome: None, force=True) == 6
 
     def test_what_else_staging_holds_is_not_published(self, model, tmp_path):
-        """Plans of an earlier run for another bucket, and of another environment."""
+        """Plans of an unfinished run for another bucket, and of another environment."""
         copy = tmp_path / "elsewhere" / "copy"
         shutil.copytree(model, copy)
         opened = self.opened(model, tmp_path)
-        (outcome, *_) = opened.run(batch(1), None, lambda outcome: None).outcomes
+        outcomes = []
+        opened.tuner.on_outcome = outcomes.append
+        opened.tuner.tune(batch(1)[0], None)
         elsewhere = replace(cpu_compatibility(), device_name="another CPU")
-        opened.tuner.store.publish(elsewhere, outcome.plan, None)
+        opened.tuner.store.publish(elsewhere, outcomes[0].plan, None)
         result = self.opened(copy, tmp_path).run(batch(2), None, lambda outcome: None)
         assert (result.tuned, result.published) == (2, 2)
         published = PlanStore(copy / "1" / "plans")
@@ -306,6 +349,34 @@ class TestRuns:
         assert tree(model) == before
 
 
+class TestInterrupts:
+    """Of the program as it is run from a shell."""
+
+    def started(self, model, tmp_path):
+        tool = Path(__file__).parents[2] / "tools" / "pretune.py"
+        command = [sys.executable, "-u", tool, model, "--buckets", "1,2", "--staging", tmp_path / "staging"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    @pytest.mark.parametrize("after_s", [0.6, 1.5])
+    def test_while_it_starts(self, model, tmp_path, after_s):
+        process = self.started(model, tmp_path)
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=20)
+        assert "Traceback" not in said
+        assert process.returncode == 130
+
+    def test_twice(self, model, tmp_path):
+        process = self.started(model, tmp_path)
+        assert "buckets batch=1 batch=2" in process.stdout.readline() + process.stdout.readline()
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=20)
+        assert "Traceback" not in said
+        assert "interrupted" in said
+        assert process.returncode == 130
+
+
 class TestVersions:
     def test_the_newest_exported_one_is_tuned(self, tmp_path):
         for name in ("1", "2", "10", "backup"):
@@ -328,15 +399,15 @@ class TestVersions:
     def test_staging_goes_by_content(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         one, two = (replace(block(), sha256=hashlib.sha256(text).hexdigest()) for text in (b"1", b"2"))
-        assert staging_directory(one).is_relative_to(tmp_path)
-        assert staging_directory(one) == staging_directory(replace(one, name="other"))
-        assert staging_directory(one) != staging_directory(two)
+        assert Staging(one).directory.is_relative_to(tmp_path)
+        assert Staging(one).directory == Staging(replace(one, name="other")).directory
+        assert Staging(one).directory != Staging(two).directory
 
-    def test_staging_without_a_writable_home(self, tmp_path, monkeypatch):
+    def test_staging_without_a_writable_home(self, model, tmp_path, monkeypatch):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         with pytest.raises(PretuneError, match="--staging"):
-            staging_directory(replace(block(), sha256="a" * 64))
+            Pretuning.open(model, CPU)
 
 
 class TestBuckets:
@@ -371,7 +442,7 @@ class TestBuckets:
             (block, "rows=3", "for each of batch"),
             (block, "batch=1,batch=8", "batch is given twice in one bucket; put ';' between buckets"),
             (block, "batch=65", "batch=65; the model takes 1 to 64"),
-            (line, "8", r"give a size for each axis \(batch, length\)"),
+            (line, "8", "as in --buckets 'batch=1,length=4;batch=8,length=400'"),
             (line, "batch=8", "for each of batch, length"),
             (line, "batch=1,length=3", "length=3; the model takes 4 to 400"),
         ],

@@ -445,11 +445,47 @@ def test_arguments_and_types_are_in_the_signature(changes):
     assert norm_and_pool(**changes).signature() != norm_and_pool().signature()
 
 
-def test_operands_are_in_the_signature():
+@pytest.mark.parametrize("name", ["x", "p1", "x1", "y"])
+@pytest.mark.parametrize("field", ["dtype", "layout", "role", "name"])
+def test_every_operand_is_in_the_signature(name, field):
     region = norm_and_pool()
-    for change in ({"dtype": "bfloat16"}, {"layout": "row_major"}, {"role": "weight"}, {"name": "z"}):
-        first = replace(region.operands[0], **change)
-        assert replace(region, operands=(first, *region.operands[1:])).signature() != region.signature()
+    assert {operand.name for operand in region.operands} == {"x", "p1", "x1", "y"}
+    operands = tuple(replace(o, **{field: "other"}) if o.name == name else o for o in region.operands)
+    assert replace(region, operands=operands).signature() != region.signature()
+
+
+def keys_of_both_layouts(dims):
+    """Keys of the same operations on a value that lies channels-last, and on one that lies row-major."""
+    keys = []
+    for row_major in (False, True):
+        nodes = Nodes(shape=dims)
+        value = nodes.add("view.default", nodes.ref("a"), dims) if row_major else nodes.ref("a")
+        nodes.add("softmax.int", value, 1)
+        site = nodes.region()
+        keys.append(site.segment.key({"x": dims, "y": dims}, "v1"))
+    return keys
+
+
+def test_the_same_operations_on_a_value_that_lies_otherwise_have_another_key():
+    last, row_major = keys_of_both_layouts(SHAPE)
+    assert [strides for _, _, strides in last.sizes] == [(256, 1, 32, 4)] * 2
+    assert [strides for _, _, strides in row_major.sizes] == [(256, 64, 8, 1)] * 2
+    assert last.signature != row_major.signature
+
+
+@pytest.mark.parametrize(
+    ("dims", "last", "row_major"),
+    [
+        ((2, 4, 1, 1), (4, 1, 4, 4), (4, 1, 1, 1)),
+        ((2, 1, 8, 8), (64, 1, 8, 1), (64, 64, 8, 1)),
+        ((1, 4, 8, 1), (32, 1, 4, 4), (32, 8, 1, 1)),
+        ((2, 3, 512, 512), (786432, 1, 1536, 3), (786432, 262144, 512, 1)),
+    ],
+)
+def test_strides_in_a_key_follow_from_dims_and_layout_alone(dims, last, row_major):
+    """Axes of size 1 have one stride each, whatever torch states there."""
+    found = [[strides for _, _, strides in key.sizes] for key in keys_of_both_layouts(dims)]
+    assert found == [[last] * 2, [row_major] * 2]
 
 
 def test_which_operand_is_read_where_is_in_the_signature():

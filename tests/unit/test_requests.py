@@ -1,6 +1,7 @@
 """From a server's requests to rows of tensors, and back."""
 
 import json
+import logging
 import random
 from types import SimpleNamespace
 
@@ -294,6 +295,18 @@ class NoMetrics(Metrics):
         """Nothing."""
 
 
+class Counted(NoMetrics):
+    """Keeps how many requests were served together, and how."""
+
+    def __init__(self):
+        self.groups = []
+
+    def add(self, name, value, labels=()):
+        """One call for each group."""
+        if name == "requests_total":
+            self.groups.append((value, dict(labels)))
+
+
 def instance_of(program, store):
     model = served(program, store)
     model.load()
@@ -354,15 +367,42 @@ class TestAnswers:
         (answer,) = second.outputs.values()
         torch.testing.assert_close(answer, run_in_torch(program, good)[0], rtol=1e-4, atol=1e-5)
 
-    def test_requests_of_other_shapes_are_answered_in_order(self, tmp_path):
-        """triton server issue 6937."""
+    def test_requests_of_other_shapes_are_grouped_by_bucket_and_each_gets_its_own_answer(
+        self, tmp_path, caplog
+    ):
+        """Of equal lengths, in other orders and with requests that fail between them."""
+        program, store = with_hash(line()), PlanStore(tmp_path)
+        tuner_of(program, store).tune(Bucket.of({"batch": 4, "length": 20}), None)
+        instance, metrics = instance_of(program, store), Counted()
+        sizes = [(1, 20), (1, 7), (1, 2), (2, 20), (1, 300), (3, 7), (1, 500), (1, 20), (5, 20), (1, 7)]
+        inputs = [torch.randn(rows, 2, length, 1) for rows, length in sizes]
+        requests = [request_of(program, x=x) for x in inputs]
+        responses = instance.execute(requests, Server, metrics)
+        for (_, length), x, response in zip(sizes, inputs, responses, strict=True):
+            if length not in (20, 7, 300):
+                assert f"axis length is {length}" in response.error.message
+                continue
+            assert response.error is None
+            (answer,) = response.outputs.values()
+            torch.testing.assert_close(answer, run_in_torch(program, x)[0], rtol=1e-4, atol=1e-5)
+        # Were requests of several buckets run together, that would fail and each be answered alone.
+        assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+        three = "+".join(["batch=4,length=20"] * 3)
+        assert metrics.groups == [
+            (4, {"bucket": three, "choice": "split", "origin": "exact"}),
+            (3, {"bucket": "untuned", "choice": "none", "origin": "reference"}),
+            (1, {"bucket": "untuned", "choice": "none", "origin": "reference"}),
+        ]
+
+    def test_equal_shapes_with_other_values_keep_their_order(self, tmp_path):
         program = with_hash(line())
-        instance = instance_of(program, PlanStore(tmp_path))
-        inputs = [torch.randn(1, 2, length, 1) for length in (20, 7, 20, 300, 7)]
-        responses = self.answers(instance, [request_of(program, x=x) for x in inputs])
+        instance, metrics = instance_of(program, PlanStore(tmp_path)), Counted()
+        inputs = [torch.full((1, 2, 9, 1), float(value)) for value in range(6)]
+        responses = instance.execute([request_of(program, x=x) for x in inputs], Server, metrics)
         for x, response in zip(inputs, responses, strict=True):
             (answer,) = response.outputs.values()
             torch.testing.assert_close(answer, run_in_torch(program, x)[0], rtol=1e-4, atol=1e-5)
+        assert [count for count, _ in metrics.groups] == [6]
 
     @pytest.mark.parametrize("rows", [[65], [30, 30, 10], [64, 1], [1] * 70])
     def test_more_rows_than_any_bucket(self, tmp_path, rows):

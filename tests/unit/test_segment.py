@@ -10,6 +10,7 @@ from torch import nn
 
 from cudnn_fusion import lowered
 from cudnn_fusion.evaluate import convolution
+from cudnn_fusion.executor import Resources
 from cudnn_fusion.partition import partition
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.segment import (
@@ -22,6 +23,7 @@ from cudnn_fusion.segment import (
     packed_strides,
     to_layout,
 )
+from cudnn_fusion.shapes import Bucket
 
 X, W = (2, 8, 9, 9), (8, 8, 3, 3)
 LEAKY = Operation("leaky_relu", None, (("negative_slope", 0.01),))
@@ -101,9 +103,150 @@ def test_keys_of_committed_plans_are_found_by_this_version():
         assert site.segment.key(sizes, plan.key.validation) == plan.key
 
 
-def test_signatures_differ_without_the_help_of_sizes():
-    signatures = {name: segment.signature() for name, segment in DIFFERENT.items() if name != "precision"}
-    assert len({base().signature(), *signatures.values()}) == 1 + len(signatures)
+@pytest.mark.parametrize("name", [name for name in DIFFERENT if name != "precision"])
+def test_a_difference_in_one_field_is_another_signature(name):
+    """Without the help of sizes and strides: at other sizes two layouts have the same strides."""
+    assert DIFFERENT[name].signature() != base().signature()
+
+
+def test_all_signatures_differ_from_each_other():
+    signatures = [segment.signature() for name, segment in DIFFERENT.items() if name != "precision"]
+    assert len(set(signatures)) == len(signatures)
+
+
+STRIDES = {
+    "x": {"channels_last": (648, 1, 72, 8), "row_major": (648, 81, 9, 1)},
+    "w": {"channels_last": (72, 1, 24, 8), "row_major": (72, 9, 3, 1)},
+    "bias": {"channels_last": (8, 1, 8, 8), "row_major": (8, 1, 1, 1)},
+    "residual": {"channels_last": (392, 1, 56, 8), "row_major": (392, 49, 7, 1)},
+    "y": {"channels_last": (392, 1, 56, 8), "row_major": (392, 49, 7, 1)},
+}
+"""Of the operands of X by W, in elements."""
+
+
+def with_residual(**attributes):
+    residual = Operand("residual", "float32", "channels_last", "input")
+    return conv_segment(
+        Operation("bias", "bias"),
+        Operation("add", "residual"),
+        extra=[bias_operand(), residual],
+        **attributes,
+    )
+
+
+def strides_in(plan_key):
+    return {name: strides for name, _, strides in plan_key.sizes}
+
+
+@pytest.mark.parametrize("name", STRIDES)
+def test_the_layout_and_the_strides_of_each_operand_are_in_the_key_one_without_the_other(name):
+    """NCHW or NHWC, whichever operand it is."""
+    last = with_residual()
+    row_major = with_operand(last, name, layout="row_major")
+    assert row_major.signature() != last.signature()
+    all_last = {operand: strides["channels_last"] for operand, strides in STRIDES.items()}
+    assert strides_in(key(last)) == all_last
+    assert strides_in(key(row_major)) == {**all_last, name: STRIDES[name]["row_major"]}
+    assert replace(key(row_major), signature=last.signature()).digest() != key(last).digest()
+
+
+def test_the_strides_of_a_padded_input_are_in_the_key():
+    segment = with_operand(base(), "x", layout="channels_last_padded")
+    padded = key(segment, x=(2, 3, 9, 9), w=(8, 3, 3, 3))
+    plain = key(base(), x=(2, 3, 9, 9), w=(8, 3, 3, 3))
+    assert (strides_in(padded)["x"], strides_in(plain)["x"]) == ((324, 1, 36, 4), (243, 1, 27, 3))
+    assert segment.signature() != base().signature()
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "strides"),
+    [
+        pytest.param(
+            (2, 8, 9, 9), (16, 8, 1, 1), ((648, 1, 72, 8), (8, 1, 8, 8), (1296, 1, 144, 16)), id="1x1 weight"
+        ),
+        pytest.param((5, 8, 1, 1), (4, 8, 1, 1), ((8, 1, 8, 8), (8, 1, 8, 8), (4, 1, 4, 4)), id="[N,C,1,1]"),
+        pytest.param(
+            (7, 1, 1, 1), (4, 1, 1, 1), ((1, 1, 1, 1), (1, 1, 1, 1), (4, 1, 4, 4)), id="[A,1] by [1,K]"
+        ),
+        pytest.param(
+            (7, 8, 1, 1), (1, 8, 1, 1), ((8, 1, 8, 8), (8, 1, 8, 8), (1, 1, 1, 1)), id="[A,C] by [C,1]"
+        ),
+        pytest.param((7, 8, 1), (1, 8, 1), ((8, 1, 8), (8, 1, 8), (1, 1, 1)), id="line of [A,C] by [C,1]"),
+        pytest.param(
+            (1, 8, 9, 9), (8, 8, 9, 1), ((648, 1, 72, 8), (72, 1, 8, 8), (72, 1, 72, 8)), id="one row"
+        ),
+        pytest.param(
+            (2, 1, 9, 9), (8, 1, 3, 3), ((81, 1, 9, 1), (9, 1, 3, 1), (392, 1, 56, 8)), id="one channel"
+        ),
+        pytest.param(
+            (2, 3, 512, 512),
+            (1, 3, 1, 1),
+            ((786432, 1, 1536, 3), (3, 1, 3, 3), (262144, 1, 512, 1)),
+            id="[2,3,512,512]",
+        ),
+    ],
+)
+def test_axes_of_size_one_have_canonical_strides_in_the_key(x, w, strides):
+    """Any stride may be stated there: one memory, one key."""
+    segment = conv_segment(kind=f"conv{len(x) - 2}d")
+    assert strides_in(key(segment, x, w)) == dict(zip(("x", "w", "y"), strides, strict=True))
+
+
+def keys_at(program, bucket):
+    """The key of each site at a bucket, as the tuner and the server make it."""
+    resources = Resources(program, partition(program), torch.device("cpu"))
+    sites, sizes = resources.partition.sites, resources.segment_sizes(bucket)
+    return [site.segment.key(z, "v1") for site, z in zip(sites, sizes, strict=True)]
+
+
+def stated_otherwise(tensor):
+    """The tensor in its own memory, with other strides where they do not matter."""
+    strides = [s if n > 1 else 99 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(tensor.shape, strides)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_how_a_weight_states_its_strides_is_not_in_the_key(kernel):
+    """1x1 weights are packed in two memory formats at once, and torch names either."""
+    program = program_of(nn.Conv2d(8, 16, kernel), "x:FP32[batch=1..4,8,9,9]")
+    (expected,) = keys_at(program, Bucket.of({"batch": 2}))
+    x = torch.randn(2, 8, 9, 9)
+    (answer,) = run_in_torch(program, x)
+    changes = {
+        "row-major": lambda w: w.contiguous(),
+        "channels-last": lambda w: w.contiguous(memory_format=torch.channels_last) if w.dim() == 4 else w,
+        "odd": stated_otherwise,
+    }
+    for name, change in changes.items():
+        changed = replace(program, weights={n: change(w) for n, w in program.weights.items()})
+        assert keys_at(changed, Bucket.of({"batch": 2})) == [expected], name
+        torch.testing.assert_close(run_with_sites(changed, x), [answer])
+
+
+class _Permuted(nn.Module):
+    """A convolution of an input that is permuted first, if ``order`` is given."""
+
+    def __init__(self, order=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        self.conv = nn.Conv2d(3, 1, 1)
+
+    def forward(self, x):
+        return self.conv(x if self.order is None else x.permute(self.order))
+
+
+@pytest.mark.parametrize("order", [(0, 3, 1, 2), (1, 0, 3, 2), (3, 2, 1, 0)])
+def test_a_permuted_input_has_the_key_of_a_packed_one(order):
+    """The segment is given it packed anew, never with the strides of another order."""
+    dims = (2, 3, 512, 512)
+    given = tuple(dims[order.index(axis)] for axis in range(4))
+    program = program_of(_Permuted(order), f"x:FP32[{','.join(map(str, given))}]")
+    packed = program_of(_Permuted(), f"x:FP32[{','.join(map(str, dims))}]")
+    assert keys_at(program, Bucket.of({})) == keys_at(packed, Bucket.of({}))
+    x = torch.randn(given)
+    (got,) = run_with_sites(program, x)
+    torch.testing.assert_close(got, run_in_torch(packed, x.permute(order))[0])
 
 
 def test_all_differences_differ_from_each_other():
@@ -212,9 +355,11 @@ def test_views_are_packed_anew_and_keep_their_values():
     for view in views:
         for layout in ("channels_last", "row_major"):
             packed = to_layout(view, layout)
-            assert packed.stride() == packed_strides(tuple(view.shape), layout) or packed is view
             assert is_packed(packed, layout)
             torch.testing.assert_close(packed, view, rtol=0, atol=0)
+            in_memory = packed.as_strided((packed.numel(),), (1,), packed.storage_offset())
+            in_order = view.movedim(1, -1) if layout == "channels_last" else view
+            assert torch.equal(in_memory, in_order.reshape(-1))
     nhwc = torch.randn(2, 5, 4, 6).permute(0, 3, 1, 2)
     assert to_layout(nhwc, "channels_last") is nhwc
     for rank in (3, 5):

@@ -3,6 +3,7 @@
 import random
 import shutil
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -208,6 +209,25 @@ def test_out_of_memory_means_fewer_buckets(program, tuned, monkeypatch):
     assert report.buckets == [batch(4), batch(2), batch(1)]
     assert report.skipped == ["batch=16: out of memory: 2 GiB", "batch=8: out of memory: 2 GiB"]
     assert model.choose(batch(6)).kind == "split"
+
+
+def test_it_says_why_nothing_is_tuned(program, tuned, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stores")
+
+    def why(store, program=program, **settings):
+        model = served(program, store, **settings)
+        model.load()
+        return model.why_untuned()
+
+    assert why(tuned) == ""
+    assert why(PlanStore(folder / "none"), engine="reference") == ""
+    assert why(PlanStore(folder / "none")) == (
+        f"no bucket is tuned: {folder / 'none'} has none for this model and kind of device"
+    )
+    assert why(tuned, replace(program, sha256="0" * 64)).endswith("are for other content of this model")
+    shutil.copytree(tuned.root, folder / "some")
+    next((folder / "some").glob("*/entries/*")).unlink()
+    assert why(PlanStore(folder / "some")).startswith("1 of 10 segments in tuned buckets have no usable")
 
 
 def test_reasons_count_what_is_not_exact(program, tuned):

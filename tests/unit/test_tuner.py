@@ -9,6 +9,7 @@ from programs import (
     CPU,
     Chains,
     FakeEngine,
+    FakePlan,
     block,
     cache_of,
     program_of,
@@ -22,7 +23,7 @@ from programs import (
 from torch import nn
 
 from cudnn_fusion import accuracy, tuner, whole_model
-from cudnn_fusion.engines.torch_eager import TorchEngine
+from cudnn_fusion.engines.torch_eager import REFERENCE_FORM, TorchEngine
 from cudnn_fusion.environment import cpu_compatibility
 from cudnn_fusion.executor import Executor
 from cudnn_fusion.plan_store import Found, Miss, PlanStore
@@ -143,12 +144,12 @@ class TestChoice:
         for outcome in tuner_of(program, store, engines=[engine]).tune(BUCKET, None):
             assert reasons(outcome)["hungry"].startswith("does not run: CUDA out of memory")
 
-    def test_a_candidate_that_fails_only_when_timed_is_skipped(self, program, store):
+    def test_a_candidate_that_fails_only_when_timed_is_skipped(self, program, tmp_path):
         """Passes its checks, then fails (flashinfer issue 4165)."""
         checks = 3
         for runs in (checks, checks + 1, checks + 5):
             engine = FakeEngine({"wearing": Wearing(runs), "sound": right})
-            tuned = tuner_of(program, store, engines=[engine], force=True)
+            tuned = tuner_of(program, PlanStore(tmp_path / str(runs)), engines=[engine])
             (outcome, _) = tuned.tune(BUCKET, None)
             assert outcome.plan.candidate.plan_name == "sound"
             assert reasons(outcome)["wearing"] == "fails when run again and again: an illegal memory access"
@@ -168,9 +169,10 @@ class TestChoice:
         assert served(program, store, {"cudnn": engine}).load().buckets == [BUCKET]
 
     def test_checked_on_says_what_was_compared(self, program, store):
+        """With samples, what an interrupted run without them has left is checked again."""
         samples = {"x": torch.randn(3, 3, 8, 8)}
         for given, told in ((None, "generated"), (samples, "samples")):
-            outcomes = tuner_of(program, store, force=True).tune(BUCKET, given)
+            outcomes = tuner_of(program, store).tune(BUCKET, given)
             assert {o.plan.checked_on for o in outcomes} == {told}
 
 
@@ -249,7 +251,24 @@ class TestNothingFound:
         (record,) = store.buckets(cpu_compatibility())
         assert (record.swapped, record.error.rms) == (2, pytest.approx(0, abs=1e-7))
 
-    def test_a_plan_may_spread_a_nan_where_the_program_fills_the_row_with_it_anyway(self, store):
+    @pytest.mark.parametrize("slower", [False, True])
+    def test_torchs_form_serves_a_program_that_plans_make_slower(self, program, store, monkeypatch, slower):
+        """Alone every fused plan is faster."""
+
+        class SlowAlone(TorchEngine):
+            def load(self, segment, sizes, candidate, blob, workspace_bytes):
+                return FakePlan(super().load(segment, sizes, candidate, blob, workspace_bytes), slow)
+
+        monkeypatch.setattr(whole_model, "times_us", lambda *_: [20.0, 10.0] if slower else [10.0, 20.0])
+        engines = [FakeEngine({"fused": right}), SlowAlone(CPU)]
+        outcomes = tuner_of(program, store, engines=engines).tune(BUCKET, None)
+        assert {o.plan.candidate.engine for o in outcomes} == {"torch" if slower else "cudnn"}
+        assert {o.plan.candidate.form for o in outcomes} == {REFERENCE_FORM if slower else "fake"}
+        assert all(stored(store, o).plan == o.plan for o in outcomes)
+        (record,) = store.buckets(cpu_compatibility())
+        assert (record.model_time_us, record.swapped) == (10.0, 2 if slower else 0)
+
+    def test_a_plan_may_spread_a_nan_where_the_program_fills_the_row_with_it_anyway(self, tmp_path):
         """The first program ends in a mean over all positions, the second gives each its own output."""
 
         def spreading(ready, operands, out):
@@ -271,7 +290,8 @@ class TestNothingFound:
         for module, accepted in ((Mean(), True), (Everywhere(), False)):
             program = with_hash(program_of(module, "x:FP32[batch=1..4,3,8,8]"))
             engine = FakeEngine({"spreading": spreading})
-            (outcome,) = tuner_of(program, store, engines=[engine], force=True).tune(BUCKET, None)
+            store = PlanStore(tmp_path / module.__class__.__name__)
+            (outcome,) = tuner_of(program, store, engines=[engine]).tune(BUCKET, None)
             assert (outcome.plan is not None) is accepted
             assert accepted or "have one that torch has not" in outcome.reasons[0][1]
 
@@ -331,17 +351,6 @@ class TestAgain:
         outcomes = without_engine.tune(BUCKET, None)
         assert [(o.reused, o.plan.candidate.engine) for o in outcomes] == [(False, "torch")] * 2
         assert without_engine.tune(BUCKET, None)[0].reused
-
-    def test_force_tunes_again(self, program, store):
-        made = tuner_of(program, store).tune(BUCKET, None)
-        (before,) = store.buckets(cpu_compatibility())
-        again = tuner_of(program, store, force=True)
-        outcomes = again.tune(BUCKET, None)
-        assert again.timed_candidates == 6
-        assert not any(o.reused for o in outcomes)
-        assert all(new.plan.is_better_than(old.plan) for new, old in zip(outcomes, made, strict=True))
-        assert all(stored(store, o).plan == o.plan for o in outcomes)
-        assert store.buckets(cpu_compatibility())[0].is_better_than(before)
 
     @pytest.mark.parametrize("finished", [1, 2, 3])
     def test_an_interruption_loses_nothing(self, program, store, finished):

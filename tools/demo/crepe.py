@@ -80,6 +80,12 @@ def crepe_tiny() -> CrepeTiny:
     return model.eval()
 
 
+def crepe_tiny_untrained() -> CrepeTiny:
+    """The network with random weights, in inference mode: as large and as fast, but hears nothing."""
+    torch.manual_seed(0)
+    return CrepeTiny().eval()
+
+
 def normalise(frames: torch.Tensor) -> torch.Tensor:
     """Frames [N,1024] with zero mean and unit deviation each; silence stays near zero."""
     centred = frames - frames.mean(1, keepdim=True)
