@@ -26,11 +26,13 @@ class Resources:
     """What all executors of an instance share: the weights, one workspace, one CUDA-graph pool, one stream.
 
     Executors run in order on ``stream``; the outputs of one leave its buffers before the next runs.
+    ``exported`` is the program whose answers count where ``program`` is what a device runs instead.
     """
 
     program: Program
     partition: Partition
     device: torch.device
+    exported: Program | None = None
     weights: Mapping[str, torch.Tensor] = field(init=False)
     stream: torch.cuda.Stream | None = field(init=False, default=None)
     pool: Any = field(init=False, default=None)

@@ -11,6 +11,7 @@ from cudnn_fusion.convolutions import (
     conv_arguments,
     output_padding,
 )
+from cudnn_fusion.joined_sums import join_sums
 from cudnn_fusion.lowered import Argument, Node, Program, Ref, dtype_name, node_references, references
 from cudnn_fusion.regions import can_be_in_region, find_regions
 from cudnn_fusion.segment import (
@@ -88,6 +89,14 @@ class _Chain:
             return False
         self.take(node, Operation(kind, free[0]), value, "weight", str(node.dtype))
         return True
+
+
+def for_device(program: Program, kind: str) -> tuple[Program, Partition]:
+    """The program as it runs on a kind of device, ``cuda`` or ``cpu``, and its segments there."""
+    if kind != "cuda":
+        return program, partition(program)
+    joined = join_sums(program)
+    return joined, partition(joined, with_regions=True)
 
 
 def partition(program: Program, with_regions: bool = False) -> Partition:

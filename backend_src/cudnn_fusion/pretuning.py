@@ -20,7 +20,7 @@ from cudnn_fusion.environment import current_provenance, target_compatibility
 from cudnn_fusion.executor import Resources
 from cudnn_fusion.instance import LOWERED, PLANS, place
 from cudnn_fusion.lowered import Program
-from cudnn_fusion.partition import Partition, partition
+from cudnn_fusion.partition import Partition, for_device
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.preflight import cudnn_version
 from cudnn_fusion.shapes import Bucket
@@ -88,8 +88,8 @@ class Pretuning:
         configure(program.precision)
         torch.backends.cudnn.benchmark = True
         place_of_weights = torch.device("cpu") if target else device
-        parts = partition(program, with_regions=target is not None or device.type == "cuda")
-        resources = Resources(program, parts, place_of_weights)
+        kind = device.type if target is None else "cuda"
+        resources = Resources(*for_device(program, kind), place_of_weights, exported=program)
         if not resources.partition.sites:
             raise PretuneError(_why_nothing(resources.partition))
         known = [] if force else [PlanStore(v / PLANS) for v in versions(model_directory)]

@@ -11,7 +11,7 @@ from cudnn_fusion.environment import Compatibility, Provenance, compare
 from cudnn_fusion.executor import site_sizes
 from cudnn_fusion.interpreter import infer_shapes
 from cudnn_fusion.lowered import Program
-from cudnn_fusion.partition import LeftToTorch, Partition, partition
+from cudnn_fusion.partition import LeftToTorch, Partition, for_device
 from cudnn_fusion.plan import BucketRecord, Plan
 from cudnn_fusion.plan_store import Found, PlanStore
 from cudnn_fusion.segment import Dims, SegmentSite
@@ -98,23 +98,22 @@ class ModelReport:
             self.program: Program = lowered.read(version_directory / "lowered")
         except lowered.ProgramError as error:
             raise ReportError(f"{error}; export the model with tools/export.py") from error
-        self._partitions: dict[bool, Partition] = {}
+        self._on: dict[str, tuple[Program, Partition]] = {}
         self.store = PlanStore(version_directory / "plans")
 
-    def partition(self, kind: str) -> Partition:
-        """The segments, and what is left to torch: on a GPU (``cuda``) there are regions among them."""
-        with_regions = kind == "cuda"
-        if with_regions not in self._partitions:
-            self._partitions[with_regions] = partition(self.program, with_regions)
-        return self._partitions[with_regions]
+    def on(self, kind: str) -> tuple[Program, Partition]:
+        """The program as it runs on a kind of device, its segments, and what is left to torch."""
+        if kind not in self._on:
+            self._on[kind] = for_device(self.program, kind)
+        return self._on[kind]
 
     def fused(self, kind: str = "cpu") -> tuple[SegmentSite, ...]:
         """The segments."""
-        return self.partition(kind).sites
+        return self.on(kind)[1].sites
 
     def left(self, kind: str = "cpu") -> tuple[LeftToTorch, ...]:
         """The operations that torch runs, each with its reason."""
-        return self.partition(kind).left
+        return self.on(kind)[1].left
 
     def environments(self) -> list[EnvironmentReport]:
         """Everything that is stored, an environment each; empty without plans."""
@@ -144,10 +143,10 @@ class ModelReport:
         choice = choose(sizes, tuned, *limits)
         segments: list[SegmentAnswer] = []
         for bucket in dict.fromkeys(part.bucket for part in choice.parts):
-            shapes = infer_shapes(self.program, dict(bucket.sizes))
-            for site in self.fused(here.kind):
-                dims = dict(site_sizes(site, shapes, self.program))
-                segments.append(self._segment(site, dims, bucket, here, provenance))
+            segments += [
+                self._segment(site, dims, bucket, here, provenance)
+                for site, dims in self._sized(bucket, here.kind)
+            ]
         return ShapeAnswer(choice, tuple(sorted(tuned)), tuple(segments))
 
     def _segment(
@@ -180,12 +179,16 @@ class ModelReport:
         """Key digest to the buckets and sites that use it."""
         uses: dict[str, list[tuple[Bucket, SegmentSite]]] = {}
         for record in records:
-            shapes = infer_shapes(self.program, dict(record.sizes))
-            for site in self.fused(kind):
-                dims = site_sizes(site, shapes, self.program)
+            for site, dims in self._sized(record.bucket, kind):
                 digest = site.segment.key(dims, accuracy.VALIDATION).digest()
                 uses.setdefault(digest, []).append((record.bucket, site))
         return uses
+
+    def _sized(self, bucket: Bucket, kind: str) -> list[tuple[SegmentSite, dict[str, Dims]]]:
+        """The segments on a kind of device with their operands' dims at a bucket."""
+        program, found = self.on(kind)
+        shapes = infer_shapes(program, dict(bucket.sizes))
+        return [(site, dict(site_sizes(site, shapes, program))) for site in found.sites]
 
     def _of_this_program(self, records: Iterable[BucketRecord]) -> tuple[BucketRecord, ...]:
         """Records of the program in the directory, with sizes that it takes."""

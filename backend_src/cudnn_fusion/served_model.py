@@ -13,7 +13,7 @@ import torch
 
 from cudnn_fusion.executor import Executor, Resources
 from cudnn_fusion.lowered import Program
-from cudnn_fusion.partition import partition
+from cudnn_fusion.partition import for_device
 from cudnn_fusion.plan_cache import PlanCache, Served
 from cudnn_fusion.plan_store import PlanStore
 from cudnn_fusion.settings import Settings
@@ -52,9 +52,7 @@ class ServedModel:
         self.cache = cache
         self.settings = settings
         self.lock = threading.RLock()
-        self.resources = Resources(
-            program, partition(program, with_regions=cache.device.type == "cuda"), cache.device
-        )
+        self.resources = Resources(*for_device(program, cache.device.type), cache.device)
         self._stores = tuple(stores)
         self._executors: OrderedDict[Bucket, Executor] = OrderedDict()
         self._tuned: set[Bucket] = set()

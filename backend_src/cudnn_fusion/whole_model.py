@@ -189,7 +189,9 @@ def check(resources: Resources, executor: Executor, inputs: Inputs, others: Inpu
 def reference(resources: Resources, inputs: Inputs) -> list[torch.Tensor | None] | None:
     """The program's floating outputs in float64, None for others; None if it cannot run so, or gives one
     that is not finite."""
-    program, weights = in_type(resources.program, "float64"), cast(resources.weights, torch.float64)
+    exported = resources.exported or resources.program
+    program = in_type(exported, "float64")
+    weights = cast({name: w.to(resources.device) for name, w in exported.weights.items()}, torch.float64)
     doubles = [x.double() if x.is_floating_point() else x for x in inputs]
     try:
         outputs = Interpreter(program, weights, resources.device).run(doubles)

@@ -1,6 +1,9 @@
 """Exported and tuned models through the real server: right answers, by the plans that were tuned."""
 
 import hashlib
+import os
+import random
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +18,8 @@ from tritonclient.utils import InferenceServerException
 from tools.demo.serving_client import Route
 
 TOLERANCE = 1e-4
+SEED = int(os.environ.get("TEST_SEED", "20261202"))
+NEW_SIZES = 60
 
 
 def assert_right(answer, arrays, tolerance=TOLERANCE):
@@ -63,6 +68,35 @@ def test_untuned_sizes_are_served_by_the_reference_and_right(net, batch, height)
     assert answer["profile"].shape == (batch, height // 4, 16)
     assert_right(answer, arrays)
     assert route == Route("untuned", "none", "reference")
+
+
+def test_sizes_never_seen_before_are_answered_without_tuning_or_planning(model_server, net):
+    """A benchmark, or a planning process, for every new size would show in the size's first request."""
+
+    def started_by_models() -> set[str]:
+        return {pid for model in children(model_server.triton.pid) for pid in children(int(model))}
+
+    processes, routes = started_by_models(), net.routes()
+    choose = random.Random(SEED)
+    sizes = choose.sample([(batch, height) for batch in range(1, 9) for height in range(18, 65)], NEW_SIZES)
+    first_s: list[float] = []
+    again_s: list[float] = []
+    for batch, height in sizes:
+        arrays = small_net.inputs(batch, height)
+        for seconds in (first_s, again_s):
+            started = time.perf_counter()
+            answer = net.infer(arrays)
+            seconds.append(time.perf_counter() - started)
+            assert_right(answer, arrays)
+            assert started_by_models() <= processes
+    assert net.routes() - routes == {Route("untuned", "none", "reference"): 2 * NEW_SIZES}
+    p99_ms = 1000 * statistics.quantiles(first_s, n=100, method="inclusive")[98]
+    more_ms = 1000 * (statistics.median(first_s) - statistics.median(again_s))
+    print(
+        f"TEST_SEED={SEED}: {NEW_SIZES} sizes, p99 {p99_ms:.1f} ms; "
+        f"a size's first request takes {more_ms:.1f} ms longer than its second"
+    )
+    assert more_ms < 50
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
@@ -123,7 +157,7 @@ def test_before_tuning_everything_is_served_by_the_reference(model_server, expor
         answer, route = model.infer_and_tell(arrays)
         assert_right(answer, arrays)
         assert route == Route("untuned", "none", "reference")
-        assert model.log_lines("[WE]") == []
+        assert ["no bucket is tuned: " in line for line in model.log_lines("[WE]")] == [True]
 
 
 def test_serving_writes_nothing_into_the_repository(model_server, tuned):
