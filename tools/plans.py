@@ -36,6 +36,9 @@ from cudnn_fusion.pretuning import PretuneError, latest_version
 from cudnn_fusion.report import EnvironmentReport, ModelReport, ReportError, ShapeAnswer, TunedPlan
 from cudnn_fusion.shapes import Bucket
 
+NOISE = 1.05
+"""A whole program is called slower than torch from so many times its time on."""
+
 EXPECTED_ERRORS = (
     ReportError,
     PretuneError,
@@ -133,7 +136,8 @@ def print_environment(environment: EnvironmentReport) -> None:
         errors = ""
         if record.error is not None and record.torch_error is not None:
             errors = f", error {record.error.rms:.1e}, torch's {record.torch_error.rms:.1e}"
-        slower = record.model_time_us and record.torch_time_us and record.model_time_us > record.torch_time_us
+        ours_us, torch_us = record.model_time_us, record.torch_time_us
+        slower = ours_us is not None and torch_us is not None and ours_us > NOISE * torch_us
         note = ": as a whole slower than torch, tune again with --force" if slower else ""
         say(f"  bucket {record.bucket.name}: {len(record.entries)} segments, {times}{errors}{note}")
 

@@ -26,7 +26,7 @@ from cudnn_fusion.pretuning import PretuneError, Pretuning, Result, load_samples
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.tuner import Outcome
 
-console = Console()
+console = Console(soft_wrap=True)
 TABLE_WIDTH = 150
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

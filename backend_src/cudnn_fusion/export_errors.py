@@ -47,8 +47,9 @@ def _axis_advice(text: str, declarations: Sequence[InputDeclaration]) -> str:
         )
         if fixed:
             advice.append(
-                f"write {fixed[1]} instead of {axis.name}={axis.minimum}..{axis.maximum}, or change the code "
-                "that fixes the size"
+                f"write {fixed[1]} instead of {axis.name}={axis.minimum}..{axis.maximum}, or a minimum above "
+                f"{axis.minimum} if small sizes end in nothing or take another path, or change the code that "
+                "fixes the size"
             )
         elif derived:
             advice.append(

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from cudnn_fusion.dims import axis_names
 from cudnn_fusion.sealed_files import require_regular
@@ -158,7 +158,7 @@ def write(program: Program, directory: Path) -> Program:
         umask = os.umask(0)
         os.umask(umask)
         weights_file.chmod(0o666 & ~umask)
-        digest = _content_hash(document, weights_file)
+        digest = _content_hash(document, weights_file.read_bytes())
         document[_CHECKSUM] = digest
         program_file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         for file in (weights_file, program_file):
@@ -179,7 +179,9 @@ def read(directory: Path) -> Program:
     path = directory / WEIGHTS_FILE
     try:
         require_regular(path)
-        weights = load_file(path)
+        # Read, not mapped: what was verified stays, whatever happens to the file.
+        data = path.read_bytes()
+        weights = load(data)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ProgramError(f"{path} is not a readable safetensors file ({error}); export again") from None
     try:
@@ -191,7 +193,7 @@ def read(directory: Path) -> Program:
         raise ProgramError(
             f"{directory / PROGRAM_FILE} does not describe a program ({error!r}); export again"
         ) from None
-    digest = _content_hash(document, path)
+    digest = _content_hash(document, data)
     if digest != recorded:
         raise ProgramError(
             f"{directory / PROGRAM_FILE} and {WEIGHTS_FILE} have the checksum {digest[:12]}, recorded is "
@@ -200,11 +202,10 @@ def read(directory: Path) -> Program:
     return replace(program, sha256=digest)
 
 
-def _content_hash(document: Mapping[str, Any], weights_file: Path) -> str:
+def _content_hash(document: Mapping[str, Any], weights: bytes) -> str:
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     digest = hashlib.sha256(canonical.encode())
-    with weights_file.open("rb") as file:
-        digest.update(hashlib.file_digest(file, "sha256").digest())
+    digest.update(hashlib.sha256(weights).digest())
     return digest.hexdigest()
 
 

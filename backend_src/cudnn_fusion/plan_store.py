@@ -277,10 +277,19 @@ class PlanStore:
         for record in other.buckets(compatibility):
             if not all(_among(only, digest) for digest in record.entries):
                 continue
+            if not all(self._has_entry(compatibility.hash(), digest) for digest in record.entries):
+                continue
             here = present_buckets.get(_bucket_file(record))
             if here is None or record.is_better_than(here):
                 self.publish_bucket(compatibility, record)
         return copied
+
+    def _has_entry(self, environment: str, digest: str) -> bool:
+        try:
+            self._read_entry(environment, digest)
+        except (AbsentError, DamagedError):
+            return False
+        return True
 
     def _claim(self, compatibility: Compatibility) -> Path:
         """The environment's directory, with its manifest. One that says otherwise is left as it is."""

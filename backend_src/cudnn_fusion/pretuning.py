@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
 from collections import Counter
@@ -21,11 +22,11 @@ from cudnn_fusion.executor import Resources
 from cudnn_fusion.instance import LOWERED, PLANS, place
 from cudnn_fusion.lowered import Program
 from cudnn_fusion.partition import Partition, for_device
-from cudnn_fusion.plan_store import PlanStore
+from cudnn_fusion.plan_store import Found, PlanStore
 from cudnn_fusion.preflight import cudnn_version
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.staging import Staging, StagingError
-from cudnn_fusion.tuner import Outcome, Samples, Tuner
+from cudnn_fusion.tuner import Outcome, Samples, Tuner, require_samples_fit
 
 DEFAULT_BATCHES = 8
 """How many powers of two, from 1 on, are tuned when no batch sizes are named; the maximum is added."""
@@ -81,6 +82,8 @@ class Pretuning:
     ) -> Pretuning:
         """Raises PretuneError when there is no exported model, or nothing in it that a plan could serve."""
         version_directory = latest_version(model_directory)
+        if not os.access(version_directory, os.W_OK):
+            raise PretuneError(f"cannot write to {version_directory}, where plans go; make it writable")
         try:
             program = lowered.read(version_directory / LOWERED)
         except lowered.ProgramError as error:
@@ -97,7 +100,6 @@ class Pretuning:
             unfinished = Staging(program, staging, forced=force)
         except StagingError as error:
             raise PretuneError(str(error)) from error
-        store = PlanStore(unfinished.directory)
         if target is None:
             here = place(device)
             if here.errors:
@@ -113,14 +115,23 @@ class Pretuning:
             engines, compatibility = [], target_compatibility(description, cudnn_version())
         provenance = current_provenance(compatibility.kind)
         builders = Builders(device) if any(isinstance(e, CudnnEngine) for e in engines) else None
-        tuner = Tuner(resources, engines, compatibility, provenance, store, known, builders)
+        tuner = Tuner(
+            resources,
+            engines,
+            compatibility,
+            provenance,
+            unfinished.store,
+            known,
+            unfinished.left,
+            builders,
+        )
         return cls(version_directory, program, tuner, unfinished, target, engine)
 
     def close(self) -> None:
         """Ends the processes that build, and leaves staging to other runs."""
-        self.staging.close()
         if self.tuner.builders is not None:
             self.tuner.builders.close()
+        self.staging.close()
 
     def run(
         self, buckets: Sequence[Bucket], samples: Samples | None, on_outcome: Callable[[Outcome], None]
@@ -130,6 +141,8 @@ class Pretuning:
         Interrupted or not complete, what is finished stays in staging for the next run. What else staging
         holds is not published.
         """
+        if samples is not None:
+            require_samples_fit(self.program, buckets, samples)
         self.tuner.on_outcome = on_outcome
         outcomes: list[Outcome] = []
         for bucket in buckets:
@@ -137,15 +150,31 @@ class Pretuning:
                 outcomes += self.tuner.plan_untimed(bucket, self.engine)
             else:
                 outcomes += self.tuner.tune(bucket, samples)
-        digests = {self.tuner.compatibility.hash(): {outcome.work.key.digest() for outcome in outcomes}}
-        published = PlanStore(self.version_directory / PLANS).merge_from(self.tuner.store, digests)
-        tuner = self.tuner
+        tuner, plans = self.tuner, PlanStore(self.version_directory / PLANS)
+        environment = tuner.compatibility.hash()
+        digests = {outcome.work.key.digest() for outcome in outcomes}
+        published = plans.merge_from(tuner.store, {environment: digests})
+        self._require_published(plans, outcomes)
         result = Result(
             tuple(outcomes), published, tuner.built_candidates, tuner.timed_candidates, tuple(tuner.problems)
         )
         if result.complete:
-            self.staging.clear()
+            self.staging.clear({(environment, digest) for digest in digests})
         return result
+
+    def _require_published(self, plans: PlanStore, outcomes: Sequence[Outcome]) -> None:
+        """Raises PretuneError where a tuned plan is not in the model's directory: staging was disturbed."""
+        missing = {
+            outcome.work.sites[0].name
+            for outcome in outcomes
+            if outcome.plan is not None
+            and not isinstance(plans.find(self.tuner.compatibility, outcome.work.key), Found)
+        }
+        if missing:
+            raise PretuneError(
+                f"tuned, but not published, because {self.staging.directory} was changed meanwhile: "
+                f"{', '.join(sorted(missing))}; run the same command again"
+            )
 
 
 def _why_nothing(parts: Partition) -> str:

@@ -68,14 +68,15 @@ def _make(reference: str, factory: Any) -> Any:
         raise ProgramError(f"model {reference!r} cannot be called without arguments: {error}") from None
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ProgramError(f"model {reference!r} cannot be made: {_what_and_where(error)}") from error
 
 
-def _what_and_where(error: Exception) -> str:
+def _what_and_where(error: BaseException) -> str:
     """``ValueError: no such size (net.py:12)``: for a failure in code that is not this package's."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    what = traceback.format_exception_only(error)[-1].strip()  # also where the error cannot say what it is
+    return f"{what} ({last.filename}:{last.lineno})"
 
 
 def _import(reference: str, module_name: str) -> Any:
@@ -88,7 +89,7 @@ def _import(reference: str, module_name: str) -> Any:
             f"model {reference!r}: no module {error.name!r} (searched from {os.getcwd()} and in "
             "the installed packages)"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ProgramError(f"model {reference!r} cannot be imported: {_what_and_where(error)}") from error
 
 
@@ -143,6 +144,17 @@ def _own_copy(model: torch.nn.Module | ExportedProgram) -> torch.nn.Module:
     """A copy of the model in inference mode."""
     if isinstance(model, ExportedProgram):
         return _without_input_guards(model.module())
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ProgramError("the model is TorchScript, which torch.export does not take: give the nn.Module")
+    values = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, value in values if torch.nn.parameter.is_lazy(value)]
+    if lazy:
+        raise ProgramError(f"{', '.join(lazy[:5])} have no size yet: run the model once in the factory")
+    without = [name for name, value in values if value.is_meta]
+    if without:
+        raise ProgramError(
+            f"{', '.join(without[:5])} are on the meta device: load the weights in the factory"
+        )
     try:
         module = copy.deepcopy(model)
     except Exception as error:

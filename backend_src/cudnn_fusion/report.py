@@ -206,6 +206,8 @@ class ModelReport:
         given = dict(sizes.sizes)
         if set(given) != set(axes):
             wanted = ", ".join(f"{a.name}={a.minimum}..{a.maximum}" for a in self.program.axes) or "none"
+            if not axes:
+                raise ReportError(f"sizes {sizes.name}: this model has no dynamic axes; leave the sizes out")
             raise ReportError(f"sizes {sizes.name}: this model's axes are {wanted}; give each a size")
         for name, size in given.items():
             axis = axes[name]

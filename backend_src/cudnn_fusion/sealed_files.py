@@ -121,8 +121,7 @@ def write(path: Path, data: bytes) -> None:
 def write_error(path: Path, problem: OSError) -> PlanStoreError:
     """What to raise when the system refuses to write ``path``."""
     return PlanStoreError(
-        f"cannot write {path}: {problem.strerror}; make its directory writable and free some space, or give "
-        "another directory for plans"
+        f"cannot write {path}: {problem.strerror}; make its directory writable and free some space"
     )
 
 

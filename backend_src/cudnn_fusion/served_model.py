@@ -71,12 +71,14 @@ class ServedModel:
         return tuple(self._executors.values())
 
     def load(self) -> LoadReport:
-        """Builds tuned buckets, the largest first, within the settings' limits.
+        """Builds tuned buckets, the largest first, within the settings' limits; one at any rate.
 
         Out of memory means fewer buckets. Never raises because of what the plan stores hold.
         """
         report = LoadReport()
-        for bucket in sorted(self._stored_buckets(), key=lambda b: [-size for _, size in b.sizes]):
+        stored = sorted(self._stored_buckets(), key=lambda b: [-size for _, size in b.sizes])
+        smallest = next((bucket for bucket in reversed(stored) if self._fits_program(bucket)), None)
+        for bucket in stored:
             if not self._fits_program(bucket):
                 ranges = ", ".join(f"{a.name} {a.minimum}..{a.maximum}" for a in self.program.axes)
                 report.skipped.append(f"{bucket.name}: the program has {ranges or 'no axes'}")
@@ -96,9 +98,11 @@ class ServedModel:
             except torch.cuda.OutOfMemoryError as error:
                 report.skipped.append(f"{bucket.name}: out of memory: {error}")
                 continue
-            if self._executors and self._bytes() + executor.bytes > self._memory_limit():
-                # What an executor takes is known only when it is built. One is kept whatever it takes.
-                report.skipped.append(over_memory)
+            if self._bytes() + executor.bytes > self._memory_limit() and (
+                self._executors or bucket != smallest
+            ):
+                # What an executor takes is known only when it is built.
+                report.skipped.append(f"{over_memory}: takes {executor.bytes / 2**20:.1f} MiB")
                 continue
             self._served += served
             report.plans_s += planned - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -87,8 +87,8 @@ class Tuner:
     """Tunes a program's segments on one device and publishes each winner to ``store`` at once.
 
     ``builders`` build cuDNN's candidates beside this process; without them it builds its own. ``known`` are
-    stores to take finished plans from: the model's own and its sibling versions'. ``on_outcome`` is called
-    after each key.
+    stores to take finished plans from: the model's own and its sibling versions'. So are ``unfinished``, with
+    what other runs have tuned for this program. ``on_outcome`` is called after each key.
     """
 
     resources: Resources
@@ -97,6 +97,7 @@ class Tuner:
     provenance: Provenance
     store: PlanStore
     known: Sequence[PlanStore] = ()
+    unfinished: Sequence[PlanStore] = ()
     builders: Builders | None = None
     on_outcome: Callable[[Outcome], None] = field(default=lambda outcome: None)
     built_candidates: int = 0
@@ -126,27 +127,48 @@ class Tuner:
         work = self.work(bucket)
         checked_on = "samples" if samples else "generated"
         known = {w.key: p for w in work if (p := self._take_finished(w, True, checked_on)) is not None}
-        values: Tensors | None = None
+        missing = [item for item in work if item.key not in known]
+        fresh = iter(self._tune_each(bucket, missing, samples, seed))
         outcomes: list[Outcome] = []
         for item in work:
-            if item.key in known:
-                outcome = Outcome(bucket, item, known[item.key], reused=True)
-            else:
-                if values is None:
-                    missing = [w for w in work if w.key not in known]
-                    if self.builders is not None:
-                        self.builders.start([(w.segment, w.sizes) for w in missing])
-                    inputs = model_inputs(
-                        self.resources.program, bucket, samples, seed, self.resources.device
-                    )
-                    values = self._activations(inputs, missing)
-                    self._nan_fills_rows = self._fills_rows(inputs)
-                outcome = self._tune_one(bucket, item, values, checked_on)
-            outcomes.append(outcome)
-            self.on_outcome(outcome)
-        outcomes = self._record(bucket, outcomes, lambda: self._whole(bucket, outcomes, samples, seed))
+            plan = known.get(item.key)
+            outcomes.append(next(fresh) if plan is None else Outcome(bucket, item, plan, reused=True))
+            self.on_outcome(outcomes[-1])
+        outcomes = self._record(bucket, outcomes, lambda: self._decide(bucket, outcomes, samples, seed))
         self._finals.clear()
         return outcomes
+
+    def _tune_each(
+        self, bucket: Bucket, work: Sequence[Work], samples: Samples | None, seed: int, again: bool = False
+    ) -> Iterator[Outcome]:
+        """Tunes these keys, one by one; ``again`` also those that a known store has plans for."""
+        if not work:
+            return
+        if self.builders is not None:
+            self.builders.start([(item.segment, item.sizes) for item in work])
+        inputs = model_inputs(self.resources.program, bucket, samples, seed, self.resources.device)
+        values = self._activations(inputs, work)
+        self._nan_fills_rows = self._fills_rows(inputs)
+        for item in work:
+            yield self._tune_one(bucket, item, values, "samples" if samples else "generated", again)
+
+    def _decide(
+        self, bucket: Bucket, outcomes: list[Outcome], samples: Samples | None, seed: int
+    ) -> tuple[list[Outcome], BucketRecord] | None:
+        """As `_whole`. Plans that were taken over have no runners-up: where the whole needs those, they are
+        tuned again first."""
+        before = list(self.problems)
+        decided = self._whole(bucket, outcomes, samples, seed)
+        slow = decided is not None and self.resources.device.type == "cuda" and _is_slower(decided[1])
+        reused = [outcome.work for outcome in outcomes if outcome.reused]
+        if not reused or (decided is not None and not slow):
+            return decided
+        fresh = iter(list(self._tune_each(bucket, reused, samples, seed, again=True)))
+        tuned = [next(fresh) if outcome.reused else outcome for outcome in outcomes]
+        if any(outcome.plan is None for outcome in tuned):
+            return decided
+        self.problems = before
+        return self._whole(bucket, tuned, samples, seed)
 
     def plan_untimed(self, bucket: Bucket, engine: Engine) -> list[Outcome]:
         """Builds the engine's first choice for every key, without running anything: for an absent device.
@@ -169,24 +191,28 @@ class Tuner:
     def _take_finished(self, item: Work, timed: bool, checked_on: str) -> Plan | None:
         """A plan tuned for this very program: in the staging store, or named by a bucket of a known one.
 
-        A ``timed`` one loads here: what the server would refuse to load is not finished. Nor is one in
-        staging that was checked on generated inputs where now there are samples. Afterwards the plan is in
-        the staging store, from which everything is published.
+        A ``timed`` one loads here: what the server would refuse to load is not finished. Nor is one that
+        is not published and was checked on generated inputs where now there are samples. Of several the
+        newest counts. Afterwards it is in the staging store, from which everything is published.
         """
-        for store in (self.store, *self.known):
+        best: Found | None = None
+        for store in (self.store, *self.unfinished, *self.known):
             found = store.find(self.compatibility, item.key)
             if not isinstance(found, Found) or (timed and not found.plan.timed):
                 continue
-            if store is self.store and checked_on == "samples" != found.plan.checked_on:
+            if store in self.known:
+                if item.key.digest() not in self._digests(store):
+                    continue
+            elif checked_on == "samples" != found.plan.checked_on:
                 continue
-            if store is not self.store and item.key.digest() not in self._digests(store):
+            if best is not None and not found.plan.is_better_than(best.plan):
                 continue
-            if timed and isinstance(self._ready(item, _built_of(found)), str):
-                continue
-            if store is not self.store:
-                self.store.publish(self.compatibility, found.plan, found.blob)
-            return found.plan
-        return None
+            if not (timed and isinstance(self._ready(item, _built_of(found)), str)):
+                best = found
+        if best is None:
+            return None
+        self.store.publish(self.compatibility, best.plan, best.blob)
+        return best.plan
 
     def _ready(self, item: Work, built: BuiltPlan) -> ReadyPlan | str:
         """The plan loaded on this device, or why it cannot be."""
@@ -367,12 +393,12 @@ class Tuner:
         Interpreter(resources.program, resources.weights, resources.device).run(inputs, observe)
         return {name: seen[name] for name in wanted}
 
-    def _tune_one(self, bucket: Bucket, item: Work, values: Tensors, checked_on: str) -> Outcome:
+    def _tune_one(self, bucket: Bucket, item: Work, values: Tensors, checked_on: str, again: bool) -> Outcome:
         rejected: list[tuple[str, str]] = []
         operand_sets = [self._operands(site, values) for site in item.sites]
         seed = int(item.key.digest()[:6], 16)
         judge = Judge(item.segment, item.sizes, operand_sets, seed, self._nan_fills_rows)
-        rechecked = self._recheck(bucket, item, judge, checked_on)
+        rechecked = None if again else self._recheck(bucket, item, judge, checked_on)
         if rechecked is not None:
             return rechecked
         loaded = self._loaded(item, rejected)
@@ -479,6 +505,12 @@ def _options(finals: Sequence[tuple[_Loaded, Timing]]) -> Sequence[tuple[_Loaded
     return [*kept, *plain]
 
 
+def _is_slower(record: BucketRecord) -> bool:
+    """Whether the whole program is slower than torch alone, beyond what repeated timing gives."""
+    ours, alone = record.model_time_us, record.torch_time_us
+    return ours is not None and alone is not None and ours * whole_model.GAIN > alone
+
+
 def _digests_of(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     return tuple(outcome.work.key.digest() for outcome in outcomes)
 
@@ -543,6 +575,13 @@ def model_inputs(
         else:
             inputs.append(torch.randint(0, 2, dims, generator=generator).to(device=device, dtype=dtype))
     return inputs
+
+
+def require_samples_fit(program: Program, buckets: Sequence[Bucket], samples: Samples) -> None:
+    """Raises ValueError when samples are missing or do not fit one of the buckets."""
+    for bucket in buckets:
+        for spec in program.inputs:
+            _sample_rows(spec.name, samples, input_dims(spec.shape, bucket))
 
 
 def with_nan(x: torch.Tensor, share: float) -> torch.Tensor:

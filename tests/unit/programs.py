@@ -200,6 +200,7 @@ def tuner_of(
     *,
     engines: Sequence[object] | None = None,
     known: Sequence[PlanStore] = (),
+    unfinished: Sequence[PlanStore] = (),
     compatibility: Compatibility | None = None,
     provenance: Provenance | None = None,
 ) -> Tuner:
@@ -211,6 +212,7 @@ def tuner_of(
         provenance or current_provenance("cpu"),
         store,
         known,
+        unfinished,
     )
 
 

@@ -363,6 +363,11 @@ class TestLoadModel:
         [
             ("def make():\n    raise OSError('no weights here')", "cannot be made: OSError: no weights here"),
             ("make = 1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+            ("def make():\n    raise SystemExit(0)", "cannot be made: SystemExit: 0"),
+            (
+                "class E(Exception):\n def __str__(self):\n  return 1 / 0\ndef make():\n raise E",
+                r"cannot be made: \S+E: <exception str\(\) failed>",
+            ),
         ],
     )
     def test_a_failure_in_the_users_code_is_one_line_with_its_place(
@@ -374,6 +379,18 @@ class TestLoadModel:
         monkeypatch.setattr(sys, "path", [*sys.path])
         with pytest.raises(ProgramError, match=rf"{said} \({tmp_path}/{module}.py:\d\)$"):
             load_model(f"{module}:make")
+
+    @pytest.mark.parametrize(
+        ("module", "said"),
+        [
+            (nn.LazyConv2d(4, 3), "weight, bias have no size yet: run the model once"),
+            (nn.Conv2d(3, 4, 3, device="meta"), "weight, bias are on the meta device: load the weights"),
+            (torch.jit.script(nn.ReLU()), "is TorchScript, which torch.export does not take"),
+        ],
+    )
+    def test_models_without_values_or_code_to_trace(self, module: nn.Module, said: str) -> None:
+        with pytest.raises(ProgramError, match=said):
+            export_program(module, [InputDeclaration.parse("x:FP32[batch=1..4,3,8,8]")], "fp32")
 
     def test_a_damaged_pt2(self, tmp_path: Path) -> None:
         (tmp_path / "bad.pt2").write_bytes(b"nothing")

@@ -168,7 +168,7 @@ class TestReading:
         store = PlanStore(root)
         missed(store, key())
         assert store.summary()
-        with pytest.raises(PlanStoreError, match=f"cannot write {root}.*give another directory"):
+        with pytest.raises(PlanStoreError, match=f"cannot write {root}.*make its directory writable"):
             store.publish(H200, plan_of(key()), BLOB)
 
     def test_the_summary_counts(self, filled: PlanStore) -> None:

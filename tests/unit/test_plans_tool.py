@@ -136,7 +136,7 @@ def test_a_plan_that_is_worth_a_look_is_marked(tmp_path, change, hint):
     assert all(hint in item["hint"] for item in json.loads(done.stdout)["segments"])
 
 
-@pytest.mark.parametrize(("model_us", "noted"), [(9.0, False), (11.0, True)])
+@pytest.mark.parametrize(("model_us", "noted"), [(9.0, False), (10.3, False), (11.0, True)])
 def test_list_notes_a_bucket_that_is_slower_than_torch(model, tmp_path, model_us, noted):
     copy = changed_plans(model, tmp_path / "copy")
     store = PlanStore(copy / "1" / "plans")

@@ -276,13 +276,50 @@ class TestRuns:
                 assert opened.run(batch(2), None, lambda outcome: None).timed_candidates == 6
             assert not any((tmp_path / "staging").iterdir())
 
-    def test_a_finished_run_leaves_the_work_of_one_that_is_not(self, model, tmp_path):
-        unfinished, finished = self.opened(model, tmp_path), self.opened(model, tmp_path)
+    @pytest.mark.parametrize("ended", [False, True])
+    def test_a_finished_run_leaves_the_work_of_one_that_is_not(self, model, tmp_path, ended):
+        """Another bucket's, of a run that was interrupted or is at work."""
+        unfinished = self.opened(model, tmp_path)
         with pytest.raises(KeyboardInterrupt):
             unfinished.run(batch(1), None, interrupt)
-        finished.run(batch(2), None, lambda outcome: None)
-        finished.close()
-        assert self.opened(model, tmp_path).run(batch(1), None, lambda outcome: None).timed_candidates == 3
+        if ended:
+            unfinished.close()
+        with closing(self.opened(model, tmp_path)) as finished:
+            finished.run(batch(2), None, lambda outcome: None)
+        with closing(self.opened(model, tmp_path)) as resumed:
+            assert resumed.run(batch(1), None, lambda outcome: None).timed_candidates == 3
+        unfinished.close()
+        assert ended is not any((tmp_path / "staging").iterdir()), "published by now, and nobody's"
+
+    def test_a_run_that_dies_while_it_clears_spoils_nothing(self, model, tmp_path, monkeypatch):
+        removed = []
+        monkeypatch.setattr("shutil.rmtree", lambda path, **_: removed.append(path))
+        self.opened(model, tmp_path).run(batch(2), None, lambda outcome: None)
+        monkeypatch.undo()
+        (hidden,) = (path for path in removed if path.name.startswith(".removed"))
+        next(hidden.glob("*/manifest.json")).unlink()
+        shutil.rmtree(model / "1" / "plans")
+        assert self.opened(model, tmp_path).run(batch(2), None, lambda outcome: None).timed_candidates == 6
+
+    def test_plans_that_vanish_before_they_are_published_are_no_success(self, model, tmp_path):
+        opened = self.opened(model, tmp_path)
+
+        def vanish(outcome):
+            if outcome.bucket == batch(2)[0]:
+                shutil.rmtree(opened.staging.directory)
+
+        with pytest.raises(PretuneError, match=r"not published.*conv2d.*run the same command again"):
+            opened.run(batch(1, 2), None, vanish)
+        assert not PlanStore(model / "1" / "plans").buckets(cpu_compatibility())[1:]
+
+    def test_a_model_directory_that_cannot_be_written_is_refused_at_once(self, model, monkeypatch):
+        monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+        with pytest.raises(PretuneError, match=r"cannot write to .*; make it writable"):
+            Pretuning.open(model, CPU)
+
+    def test_a_refused_run_leaves_no_directory(self, model, tmp_path):
+        self.opened(model, tmp_path).close()
+        assert not any((tmp_path / "staging").iterdir())
 
     def test_a_forced_run_goes_on_with_an_interrupted_forced_one_alone(self, model, tmp_path):
         def timed(stop, **arguments):
@@ -368,7 +405,7 @@ class TestInterrupts:
 
     def test_twice(self, model, tmp_path):
         process = self.started(model, tmp_path)
-        assert "buckets batch=1 batch=2" in process.stdout.readline() + process.stdout.readline()
+        assert "buckets batch=1 batch=2" in process.stdout.readline()
         for _ in range(2):
             process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=20)
@@ -399,9 +436,9 @@ class TestVersions:
     def test_staging_goes_by_content(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         one, two = (replace(block(), sha256=hashlib.sha256(text).hexdigest()) for text in (b"1", b"2"))
-        assert Staging(one).directory.is_relative_to(tmp_path)
-        assert Staging(one).directory == Staging(replace(one, name="other")).directory
-        assert Staging(one).directory != Staging(two).directory
+        places = [Staging(p).directory.parent for p in (one, replace(one, name="other"), two)]
+        assert places[0].is_relative_to(tmp_path)
+        assert places[0] == places[1] != places[2]
 
     def test_staging_without_a_writable_home(self, model, tmp_path, monkeypatch):
         (tmp_path / "file").write_text("")

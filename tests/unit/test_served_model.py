@@ -101,6 +101,19 @@ def test_executor_memory_is_kept_and_reported(store, limit_mb, kept):
     assert all(f"over EXECUTOR_MEMORY_MB={limit_mb}" in text for text in report.skipped)
 
 
+def test_a_bucket_over_the_limit_does_not_keep_smaller_ones_out(store):
+    """64 rows of input take 1.5 MiB, 16 take 0.375."""
+    program = with_hash(
+        program_of(nn.Sequential(nn.Conv2d(6, 2, 3), nn.ReLU()), "x:FP32[batch=1..64,6,32,32]")
+    )
+    tuner = tuner_of(program, store)
+    for rows in (64, 16):
+        tuner.tune(batch(rows), None)
+    report = served(program, store, executor_memory_mb=1).load()
+    assert report.buckets == [batch(16)]
+    assert report.skipped == ["batch=64: over EXECUTOR_MEMORY_MB=1: takes 1.5 MiB"]
+
+
 def test_one_executor_is_kept_even_if_it_is_over_the_limit(store):
     program = with_hash(
         program_of(nn.Sequential(nn.Conv2d(6, 2, 3), nn.ReLU()), "x:FP32[batch=1..64,6,32,32]")

@@ -224,10 +224,12 @@ class TestNothingFound:
         (problem,) = pretuning.problems
         assert problem.startswith("batch=2: the whole program from these plans is wrong: error ")
 
+    @pytest.mark.parametrize("resumed", [False, True])
     def test_a_more_exact_plan_is_published_where_the_fastest_made_the_whole_wrong(
-        self, program, store, monkeypatch
+        self, program, store, tmp_path, monkeypatch, resumed
     ):
-        """Each plan is within its own bound; together they are not."""
+        """Each plan is within its own bound; together they are not. Also where an interrupted run has left
+        the fastest, and nothing of those behind it."""
         check = whole_model.check
 
         def strict(*arguments):
@@ -243,7 +245,13 @@ class TestNothingFound:
             return ready.run(operands, None, out)
 
         monkeypatch.setattr(whole_model, "check", strict)
-        pretuning = tuner_of(program, store, engines=[FakeEngine({"off": off, "sound": sound})])
+        engine = FakeEngine({"off": off, "sound": sound})
+        left = PlanStore(tmp_path / "left")
+        if resumed:
+            interrupted = tuner_of(program, left, engines=[engine])
+            monkeypatch.setattr(interrupted, "_record", lambda *_: [])  # ends before the whole is judged
+            interrupted.tune(BUCKET, None)
+        pretuning = tuner_of(program, store, engines=[engine], unfinished=[left])
         outcomes = pretuning.tune(BUCKET, None)
         assert pretuning.problems == []
         assert {outcome.plan.candidate.plan_name for outcome in outcomes} == {"sound"}
