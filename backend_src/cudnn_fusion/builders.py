@@ -1,7 +1,7 @@
 """Building candidates in several processes at once.
 
-A build holds the interpreter's lock, for a runtime-compiled engine up to a second, while the GPU has nothing
-to do: so other processes build what this one checks and times.
+A build holds the interpreter's lock, for a runtime-compiled engine up to a second and in torch's compiler for
+longer, while the GPU has nothing to do: so other processes build what this one checks and times.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, Sizes, one_line, reason_of
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine, form_names
+from cudnn_fusion.engines.inductor import InductorEngine
 from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import Dims, Segment
 
@@ -27,13 +28,14 @@ _LOG = logging.getLogger(__name__)
 Built = tuple[str, BuiltPlan | str]
 """A candidate's label, and what was built of it or the reason why nothing was."""
 
-MAX_WORKERS = 16
+MAX_WORKERS = {CudnnEngine.name: 16, InductorEngine.name: 4}
+"""Processes for each engine; one for torch's compiler takes seconds to start and much memory."""
 PARTS = 4
 """A form's candidates are built in so many tasks: compiling forty kernels one by one takes half a minute."""
 
 _Task = tuple[str, int]
 """A form, and which part of its candidates."""
-_Key = tuple[str, _Task, tuple[tuple[str, Dims], ...]]
+_Key = tuple[str, str, _Task, tuple[tuple[str, Dims], ...]]
 
 
 def build_all(engine: Engine, segment: Segment, sizes: Sizes) -> Iterator[Built]:
@@ -41,10 +43,17 @@ def build_all(engine: Engine, segment: Segment, sizes: Sizes) -> Iterator[Built]
     return _build_each(engine, segment, sizes, engine.candidates(segment, sizes))
 
 
-def build_task(engine: CudnnEngine, segment: Segment, sizes: Sizes, task: _Task) -> Iterator[Built]:
+def build_task(engine: Engine, segment: Segment, sizes: Sizes, task: _Task) -> Iterator[Built]:
     """Builds the candidates of one task."""
     form, part = task
-    return _build_each(engine, segment, sizes, engine.candidates(segment, sizes, form)[part::PARTS])
+    found = [c for c in _candidates(engine, segment, sizes, form) if c.form == form]
+    return _build_each(engine, segment, sizes, found[part::PARTS])
+
+
+def _candidates(engine: Engine, segment: Segment, sizes: Sizes, form: str) -> list[Candidate]:
+    if isinstance(engine, CudnnEngine):
+        return engine.candidates(segment, sizes, form)
+    return engine.candidates(segment, sizes)
 
 
 def _build_each(
@@ -58,31 +67,48 @@ def _build_each(
 
 
 class Builders:
-    """Worker processes with a cuDNN engine each, for CUDA device ``device``. Close them when done."""
+    """Worker processes with an engine each, for CUDA device ``device``. Close them when done.
+
+    ``workers`` is their number for each engine; by default as many as there are cores, within `MAX_WORKERS`.
+    """
 
     def __init__(self, device: torch.device, workers: int | None = None) -> None:
-        self._engine = CudnnEngine(device)
-        self._pool = ProcessPoolExecutor(
-            workers or max(1, min(MAX_WORKERS, (os.cpu_count() or 2) - 1)),
-            mp_context=multiprocessing.get_context("spawn"),
-        )
+        self._engines: dict[str, Engine] = {
+            CudnnEngine.name: CudnnEngine(device),
+            InductorEngine.name: InductorEngine(device),
+        }
+        self._device = device
+        cores = max(1, (os.cpu_count() or 2) - 1)
+        self._pools = {
+            name: ProcessPoolExecutor(
+                workers or min(MAX_WORKERS[name], cores), mp_context=multiprocessing.get_context("spawn")
+            )
+            for name in self._engines
+        }
         self._pending: dict[_Key, Future[list[Built]]] = {}
+
+    def builds_for(self, engine: Engine) -> bool:
+        """Whether `built` gives what this engine would build."""
+        return engine.name in self._engines
 
     def start(self, wanted: Sequence[tuple[Segment, Sizes]]) -> None:
         """Has the candidates of these segments built, in this order."""
         for segment, sizes in wanted:
-            for task in _tasks(segment, sizes):
-                # A pool with a dead worker takes nothing more.
-                with contextlib.suppress(BrokenProcessPool):
-                    self._pending[_key(segment, sizes, task)] = self._pool.submit(
-                        _build, self._engine.device.index or 0, segment, dict(sizes), task
-                    )
+            for name, engine in self._engines.items():
+                for task in _tasks(engine, segment, sizes):
+                    # A pool with a dead worker takes nothing more.
+                    with contextlib.suppress(BrokenProcessPool):
+                        self._pending[_key(name, segment, sizes, task)] = self._pools[name].submit(
+                            _build, name, self._device.index or 0, segment, dict(sizes), task
+                        )
 
-    def built(self, segment: Segment, sizes: Sizes) -> Iterable[Built]:
-        """What was built of a segment's candidates; waits for it. What no worker builds is built here."""
-        for task in _tasks(segment, sizes):
-            pending = self._pending.pop(_key(segment, sizes, task), None)
-            built: Iterable[Built] = build_task(self._engine, segment, sizes, task)
+    def built(self, name: str, segment: Segment, sizes: Sizes) -> Iterable[Built]:
+        """What was built of a segment's candidates of the engine ``name``; waits for it. What no worker
+        builds is built here."""
+        engine = self._engines[name]
+        for task in _tasks(engine, segment, sizes):
+            pending = self._pending.pop(_key(name, segment, sizes, task), None)
+            built: Iterable[Built] = build_task(engine, segment, sizes, task)
             if pending is not None:
                 try:
                     built = pending.result()
@@ -92,23 +118,30 @@ class Builders:
 
     def close(self) -> None:
         """Ends the workers; what is not built yet is left out."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _tasks(segment: Segment, sizes: Sizes) -> list[_Task]:
+def _tasks(engine: Engine, segment: Segment, sizes: Sizes) -> list[_Task]:
+    if isinstance(engine, InductorEngine):
+        return [(candidate.form, 0) for candidate in engine.candidates(segment, sizes)]
     return [(form, part) for form in form_names(segment, sizes) for part in range(PARTS)]
 
 
-def _key(segment: Segment, sizes: Mapping[str, Dims], task: _Task) -> _Key:
-    return segment.signature() + segment.precision, task, tuple(sorted(sizes.items()))
+def _key(name: str, segment: Segment, sizes: Mapping[str, Dims], task: _Task) -> _Key:
+    return name, segment.signature() + segment.precision, task, tuple(sorted(sizes.items()))
 
 
 @functools.cache
-def _worker_engine(device_index: int) -> CudnnEngine:
-    engine = CudnnEngine(torch.device("cuda", device_index))
+def _worker_engine(name: str, device_index: int) -> Engine:
+    device = torch.device("cuda", device_index)
+    if name == InductorEngine.name:
+        torch.cuda.set_device(device)
+        return InductorEngine(device)
+    engine = CudnnEngine(device)
     engine.handle()  # Without a handle no form would have candidates, which is not what is meant.
     return engine
 
 
-def _build(device_index: int, segment: Segment, sizes: Sizes, task: _Task) -> list[Built]:
-    return list(build_task(_worker_engine(device_index), segment, sizes, task))
+def _build(name: str, device_index: int, segment: Segment, sizes: Sizes, task: _Task) -> list[Built]:
+    return list(build_task(_worker_engine(name, device_index), segment, sizes, task))

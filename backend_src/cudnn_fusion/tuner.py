@@ -19,7 +19,6 @@ from cudnn_fusion.engines.base import (
     Sizes,
     reason_of,
 )
-from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM, TorchEngine
 from cudnn_fusion.environment import Compatibility, Provenance
 from cudnn_fusion.executor import Executor, Resources, input_dims, site_weights
@@ -86,7 +85,7 @@ class _Final:
 class Tuner:
     """Tunes a program's segments on one device and publishes each winner to ``store`` at once.
 
-    ``builders`` build cuDNN's candidates beside this process; without them it builds its own. ``known`` are
+    ``builders`` build candidates beside this process; without them it builds its own. ``known`` are
     stores to take finished plans from: the model's own and its sibling versions'. So are ``unfinished``, with
     what other runs have tuned for this program. ``on_outcome`` is called after each key.
     """
@@ -444,8 +443,8 @@ class Tuner:
 
     def _built(self, engine: Engine, item: Work) -> Iterable[tuple[str, BuiltPlan | str]]:
         """Labels of candidates with what was built of them, or why nothing was."""
-        if isinstance(engine, CudnnEngine) and self.builders is not None:
-            return self.builders.built(item.segment, item.sizes)
+        if self.builders is not None and self.builders.builds_for(engine):
+            return self.builders.built(engine.name, item.segment, item.sizes)
         return build_all(engine, item.segment, item.sizes)
 
     def _operands(self, site: SegmentSite, values: Tensors) -> dict[str, torch.Tensor]:

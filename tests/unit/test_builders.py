@@ -16,6 +16,7 @@ from cudnn_fusion import builders
 from cudnn_fusion.builders import Builders, build_all
 from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError
 from cudnn_fusion.engines.cudnn_graph import form_names
+from cudnn_fusion.engines.torch_eager import TorchEngine
 from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import Operation
 
@@ -35,6 +36,7 @@ class StandIn:
     Every build adds a line with its process, rows and form to ``log``.
     """
 
+    name = "cudnn"
     log = ""
     die = -1
     """With so many rows, a build ends the worker that does it."""
@@ -111,7 +113,7 @@ def test_workers_build_what_is_started(workers):
     pool = workers(2)
     pool.start([(SEGMENT, sizes(2)), (SEGMENT, sizes(3))])
     for rows in (3, 2):
-        built = list(pool.built(SEGMENT, sizes(rows)))
+        built = list(pool.built("cudnn", SEGMENT, sizes(rows)))
         assert [label for label, _ in built] == labels()
         assert {plan.blob for _, plan in built} == {f"{rows}".encode()}
         assert {plan.behavior_notes for _, plan in built} == {("cuda:3",)}
@@ -124,14 +126,14 @@ def test_forms_are_built_in_the_order_of_the_list(workers):
     wanted = [(SEGMENT, sizes(rows)) for rows in (5, 2, 9)]
     pool.start(wanted)
     for segment, some in reversed(wanted):
-        list(pool.built(segment, some))
+        list(pool.built("cudnn", segment, some))
     order = [(rows, form) for rows in (5, 2, 9) for form in FORMS]
     assert [entry[1:] for entry in log()] == [entry for entry in order for _ in range(2)]
 
 
 def test_what_was_never_started_is_built_here(workers):
     pool = workers()
-    built = list(pool.built(SEGMENT, sizes()))
+    built = list(pool.built("cudnn", SEGMENT, sizes()))
     assert [label for label, _ in built] == labels()
     assert processes(built) == {os.getpid()}
     assert {plan.behavior_notes for _, plan in built} == {("cuda:3",)}
@@ -147,15 +149,15 @@ def test_other_sizes_precisions_and_chains_are_others(workers):
         (conv_segment(*SEGMENT.operations[1:], extra=[bias_operand()], precision="tf32"), fp32),
         (shorter, sizes_of(shorter, (2, 4, 8, 8), (4, 4, 3, 3))),
     ):
-        assert processes(pool.built(segment, some)) == {os.getpid()}
-    assert os.getpid() not in processes(pool.built(SEGMENT, dict(reversed(fp32.items()))))
+        assert processes(pool.built("cudnn", segment, some)) == {os.getpid()}
+    assert os.getpid() not in processes(pool.built("cudnn", SEGMENT, dict(reversed(fp32.items()))))
 
 
 def test_what_is_asked_for_again_is_built_again(workers):
     pool = workers()
     pool.start([(SEGMENT, sizes())])
-    assert os.getpid() not in processes(pool.built(SEGMENT, sizes()))
-    assert processes(pool.built(SEGMENT, sizes())) == {os.getpid()}
+    assert os.getpid() not in processes(pool.built("cudnn", SEGMENT, sizes()))
+    assert processes(pool.built("cudnn", SEGMENT, sizes())) == {os.getpid()}
 
 
 def test_reasons_come_back_from_a_worker(workers, engine, monkeypatch):
@@ -163,7 +165,7 @@ def test_reasons_come_back_from_a_worker(workers, engine, monkeypatch):
     pool = workers()
     pool.start([(SEGMENT, sizes())])
     reasons = ["too large", "is not built: out of luck"]
-    assert list(pool.built(SEGMENT, sizes())) == list(zip(labels(), reasons * 2, strict=True))
+    assert list(pool.built("cudnn", SEGMENT, sizes())) == list(zip(labels(), reasons * 2, strict=True))
     assert {pid for pid, _, _ in log()}.isdisjoint({os.getpid()})
 
 
@@ -172,7 +174,7 @@ def test_what_a_worker_without_a_handle_cannot_build_is_built_here(workers, engi
     monkeypatch.setattr(engine, "home", os.getpid())
     pool = workers()
     pool.start([(SEGMENT, sizes(2))])
-    built = list(pool.built(SEGMENT, sizes(2)))
+    built = list(pool.built("cudnn", SEGMENT, sizes(2)))
     assert [label for label, _ in built] == labels()
     assert processes(built) == {os.getpid()}
 
@@ -181,7 +183,7 @@ def test_what_a_dead_worker_leaves_is_built_here(workers, engine, monkeypatch):
     monkeypatch.setattr(engine, "die", 3)
     pool = workers()
     pool.start([(SEGMENT, sizes(rows)) for rows in (2, 3, 4)])
-    found = {rows: list(pool.built(SEGMENT, sizes(rows))) for rows in (2, 3, 4)}
+    found = {rows: list(pool.built("cudnn", SEGMENT, sizes(rows))) for rows in (2, 3, 4)}
     for rows, built in found.items():
         assert [label for label, _ in built] == labels()
         assert {plan.blob for _, plan in built} == {f"{rows}".encode()}
@@ -193,16 +195,16 @@ def test_a_pool_with_a_dead_worker_takes_nothing_more(workers, engine, monkeypat
     monkeypatch.setattr(engine, "die", 3)
     pool = workers()
     pool.start([(SEGMENT, sizes(3))])
-    assert processes(pool.built(SEGMENT, sizes(3))) == {os.getpid()}
+    assert processes(pool.built("cudnn", SEGMENT, sizes(3))) == {os.getpid()}
     pool.start([(SEGMENT, sizes(4))])
-    assert processes(pool.built(SEGMENT, sizes(4))) == {os.getpid()}
+    assert processes(pool.built("cudnn", SEGMENT, sizes(4))) == {os.getpid()}
 
 
 def test_closing_leaves_out_what_is_not_built_yet(workers, engine, monkeypatch):
     monkeypatch.setattr(engine, "seconds", 0.05)
     pool = workers()
     pool.start([(SEGMENT, sizes(rows)) for rows in range(1, 11)])
-    list(pool.built(SEGMENT, sizes(1)))
+    list(pool.built("cudnn", SEGMENT, sizes(1)))
     pool.close()
     done = len(log())
     # What the worker was at, and the tasks that a pool with one worker has handed out beyond it.
@@ -212,12 +214,41 @@ def test_closing_leaves_out_what_is_not_built_yet(workers, engine, monkeypatch):
     assert len(log()) == done
 
 
+def test_a_region_is_compiled_by_a_worker_of_another_kind(workers, monkeypatch):
+    """In the order of the list beside cuDNN's candidates, one task for each form."""
+
+    class Compiler:
+        name = "inductor"
+
+        def __init__(self, device):
+            self.device = device
+
+        def build(self, segment, sizes, candidate):
+            return StandIn(self.device).build(segment, sizes, candidate)
+
+        def candidates(self, segment, sizes):
+            return [Candidate("inductor", "kernels")] if sizes["x"][0] > 2 else []
+
+    monkeypatch.setattr(builders, "InductorEngine", Compiler)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    pool = workers()
+    pool.start([(SEGMENT, sizes(rows)) for rows in (2, 3, 4)])
+    assert list(pool.built("inductor", SEGMENT, sizes(2))) == []
+    for rows in (3, 4):
+        ((label, plan),) = pool.built("inductor", SEGMENT, sizes(rows))
+        assert label == Candidate("inductor", "kernels").label()
+        assert plan.blob == f"{rows}".encode()
+        assert processes([(label, plan)]).isdisjoint(processes(pool.built("cudnn", SEGMENT, sizes(rows))))
+    assert pool.builds_for(Compiler(DEVICE))
+    assert not pool.builds_for(TorchEngine(DEVICE))
+
+
 def test_a_segment_without_convolution_has_nothing_to_build(workers):
     pool = workers()
     empty = conv_segment()
     object.__setattr__(empty, "operations", ())
     pool.start([(empty, {})])
-    assert list(pool.built(empty, {})) == []
+    assert list(pool.built("cudnn", empty, {})) == []
 
 
 def test_the_tasks_of_a_form_build_each_of_its_candidates_once(engine):
@@ -243,18 +274,18 @@ def test_a_fault_that_is_no_refusal_is_not_taken_for_one(engine, monkeypatch):
 def test_workers_start_afresh_and_are_few():
     """A forked process cannot use CUDA; and what it is sent must survive pickling."""
     pool = Builders(DEVICE)
-    assert pool._pool._mp_context.get_start_method() == "spawn"
-    assert 1 <= pool._pool._max_workers <= builders.MAX_WORKERS
+    for name, most in builders.MAX_WORKERS.items():
+        assert pool._pools[name]._mp_context.get_start_method() == "spawn"
+        assert 1 <= pool._pools[name]._max_workers <= most
     pool.close()
-    sent = (builders._build, 3, SEGMENT, sizes(), (FORMS[0], 1))
+    sent = (builders._build, "cudnn", 3, SEGMENT, sizes(), (FORMS[0], 1))
     assert pickle.loads(pickle.dumps(sent)) == sent
 
 
-@pytest.mark.parametrize(
-    ("cores", "workers"), [(None, 1), (1, 1), (2, 1), (8, 7), (200, builders.MAX_WORKERS)]
-)
+@pytest.mark.parametrize(("cores", "workers"), [(None, 1), (1, 1), (2, 1), (8, 7), (200, 16)])
 def test_all_cores_but_one_build(monkeypatch, cores, workers):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     pool = Builders(DEVICE)
-    assert pool._pool._max_workers == workers
+    assert pool._pools["cudnn"]._max_workers == workers
+    assert pool._pools["inductor"]._max_workers == min(workers, 4)
     pool.close()
