@@ -116,6 +116,7 @@ class Instance:
     clock: Clock
     report: LoadReport = field(default_factory=LoadReport)
     _fitting: Fitting = field(default_factory=dict)
+    _built: int = 0
 
     @classmethod
     def open(
@@ -236,6 +237,7 @@ class Instance:
                 self._answer([request], responses, pb_utils, metrics)
             return
         metrics.add("requests_total", len(requests), served)
+        self._count_built(metrics)
         for request in requests:
             responses[request.index] = self._response(request, pb_utils)
 
@@ -297,10 +299,18 @@ class Instance:
         metrics.set("bytes", self.model.resources.workspace.numel(), kind="workspace")
         metrics.set("bytes", sum(e.bytes for e in self.model.live), kind="executors")
         metrics.set("preflight_errors", len(self.place.errors))
-        # The server times no candidates; it builds one only in a child process, for recipes and heuristics.
-        metrics.add("candidates_total", self.model.cache.loads["planned"], (("stage", "built"),))
+        # The server times no candidates.
         metrics.add("candidates_total", 0, (("stage", "timed"),))
+        metrics.add("candidates_total", 0, (("stage", "built"),))
+        self._count_built(metrics)
         metrics.flush()
+
+    def _count_built(self, metrics: Metrics) -> None:
+        """Adds what was built since: in a child process, for recipes and heuristics."""
+        built = self.model.cache.loads["planned"]
+        if built != self._built:
+            metrics.add("candidates_total", built - self._built, (("stage", "built"),))
+            self._built = built
 
     def describe(self) -> str:
         """One line for the log: what is served, in which time it was loaded, what it takes."""

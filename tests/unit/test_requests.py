@@ -300,11 +300,14 @@ class Counted(NoMetrics):
 
     def __init__(self):
         self.groups = []
+        self.built = []
 
     def add(self, name, value, labels=()):
         """One call for each group."""
         if name == "requests_total":
             self.groups.append((value, dict(labels)))
+        if name == "candidates_total":
+            self.built.append((value, dict(labels)))
 
 
 def instance_of(program, store):
@@ -403,6 +406,14 @@ class TestAnswers:
             (answer,) = response.outputs.values()
             torch.testing.assert_close(answer, run_in_torch(program, x)[0], rtol=1e-4, atol=1e-5)
         assert [count for count, _ in metrics.groups] == [6]
+
+    def test_what_is_planned_in_the_background_is_counted(self, tmp_path):
+        program = with_hash(line())
+        instance, metrics = instance_of(program, PlanStore(tmp_path)), Counted()
+        for planned in (2, 0, 1):
+            instance.model.cache.loads["planned"] += planned
+            instance.execute([request_of(program, x=torch.ones(1, 2, 9, 1))], Server, metrics)
+        assert metrics.built == [(2, {"stage": "built"}), (1, {"stage": "built"})]
 
     @pytest.mark.parametrize("rows", [[65], [30, 30, 10], [64, 1], [1] * 70])
     def test_more_rows_than_any_bucket(self, tmp_path, rows):
