@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from cudnn_fusion.instance import Instance
+from cudnn_fusion.instance import Clock, Instance
 from cudnn_fusion.requests import Incoming
 from cudnn_fusion.shapes import Bucket
 
@@ -28,8 +28,10 @@ def test_a_group_that_fails_is_run_one_by_one():
     )
     triton.TritonError.INVALID_ARG = "INVALID_ARG"
     metrics = SimpleNamespace(add=lambda *count: counted.append(count))
-    instance = SimpleNamespace(_run=run, _response=lambda request, _: f"answer {request.index}")
-    instance._answer = lambda *arguments: Instance._answer(instance, *arguments)
+    model = SimpleNamespace(cache=SimpleNamespace(loads={"planned": 0}))
+    instance = Instance(model, None, Clock())
+    instance._run = run
+    instance._response = lambda request, _: f"answer {request.index}"
     responses = [None] * 3
     instance._answer([incoming(index) for index in range(3)], responses, triton, metrics)
     assert runs == [[0, 1, 2], [0], [1], [2]]
