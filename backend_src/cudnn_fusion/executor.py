@@ -21,6 +21,14 @@ from cudnn_fusion.shapes import Bucket
 WARM_UP_RUNS = 2
 
 
+@dataclass(frozen=True)
+class Made:
+    """The workspace and the weights as plans read them, at one time."""
+
+    workspace: torch.Tensor
+    prepared: dict[Hashable, Mapping[str, torch.Tensor]]
+
+
 @dataclass
 class Resources:
     """What all executors of an instance share: the weights, one workspace, one CUDA-graph pool, one stream.
@@ -71,6 +79,16 @@ class Resources:
         if self.workspace.numel() < size_bytes:
             self.workspace = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         return self.workspace
+
+    def made(self) -> Made:
+        """What has been made for executors so far."""
+        return Made(self.workspace, dict(self._prepared))
+
+    def drop_since(self, made: Made) -> None:
+        """Frees what was made since, for an executor that is not kept."""
+        self.workspace, self._prepared = made.workspace, made.prepared
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def segment_sizes(self, bucket: Bucket) -> list[Sizes]:
         """Dims of every operand of every site at a bucket, in the order of ``partition.sites``."""

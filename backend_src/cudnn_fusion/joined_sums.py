@@ -35,7 +35,10 @@ def join_sums(program: Program) -> Program:
         parts = _parts(node, values, weights)
         if parts is None:
             continue
-        nodes[node.name] = _joined(node, parts, values, weights, taken)
+        made = _joined(node, parts, values, weights, taken)
+        if made is None:
+            continue
+        nodes[node.name] = made
         nodes |= {part.name: [] for part in parts}
         joined += 1
     if not joined:
@@ -84,8 +87,9 @@ def _is_pointwise(node: Node, weights: Mapping[str, torch.Tensor]) -> bool:
 
 def _joined(
     node: Node, parts: tuple[Node, Node], values: Values, weights: dict[str, torch.Tensor], taken: set[str]
-) -> list[Node]:
-    """The nodes that take the sum's place; what they read anew goes to ``weights``."""
+) -> list[Node] | None:
+    """The nodes that take the sum's place; what they read anew goes to ``weights``. None where the biases
+    overflow together."""
     made: list[Node] = []
     sources = [_read_positions(part, values, taken, made) for part in parts]
     arguments = [conv_arguments(part) for part in parts]
@@ -101,6 +105,8 @@ def _joined(
     if biases:
         total = torch.stack([one.float() for one in biases]).sum(0)
         weights[bias] = total.to(biases[0].dtype)
+        if not weights[bias].isfinite().all():
+            return None
     ones = (1,) * len(spatial)
     args = (Ref(both), Ref(kernel), Ref(bias) if biases else None, ones, (0,) * len(spatial), ones, 1)
     made.append(replace(node, op=parts[0].op, args=args, kwargs=()))

@@ -22,7 +22,8 @@ from cudnn_fusion.executor import Resources
 from cudnn_fusion.instance import LOWERED, PLANS, place
 from cudnn_fusion.lowered import Program
 from cudnn_fusion.partition import Partition, for_device
-from cudnn_fusion.plan_store import Found, PlanStore
+from cudnn_fusion.plan import BucketRecord, Plan
+from cudnn_fusion.plan_store import Found, Miss, PlanStore
 from cudnn_fusion.preflight import cudnn_version
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.staging import Staging, StagingError
@@ -96,10 +97,6 @@ class Pretuning:
         if not resources.partition.sites:
             raise PretuneError(_why_nothing(resources.partition))
         known = [] if force else [PlanStore(v / PLANS) for v in versions(model_directory)]
-        try:
-            unfinished = Staging(program, staging, forced=force)
-        except StagingError as error:
-            raise PretuneError(str(error)) from error
         if target is None:
             here = place(device)
             if here.errors:
@@ -114,6 +111,10 @@ class Pretuning:
             engine = CudnnEngine(torch.device("cuda"), description["properties"])
             engines, compatibility = [], target_compatibility(description, cudnn_version())
         provenance = current_provenance(compatibility.kind)
+        try:
+            unfinished = Staging(program, version_directory, staging, forced=force)
+        except StagingError as error:
+            raise PretuneError(str(error)) from error
         builders = Builders(device) if any(isinstance(e, CudnnEngine) for e in engines) else None
         tuner = Tuner(
             resources,
@@ -138,8 +139,8 @@ class Pretuning:
     ) -> Result:
         """Tunes buckets one by one and publishes them at the end.
 
-        Interrupted or not complete, what is finished stays in staging for the next run. What else staging
-        holds is not published.
+        Interrupted, what is finished stays in staging for the next run. Raises PretuneError when it could not
+        be published.
         """
         if samples is not None:
             require_samples_fit(self.program, buckets, samples)
@@ -154,27 +155,37 @@ class Pretuning:
         environment = tuner.compatibility.hash()
         digests = {outcome.work.key.digest() for outcome in outcomes}
         published = plans.merge_from(tuner.store, {environment: digests})
-        self._require_published(plans, outcomes)
+        self._require_published(plans, outcomes, tuner.records)
         result = Result(
             tuple(outcomes), published, tuner.built_candidates, tuner.timed_candidates, tuple(tuner.problems)
         )
-        if result.complete:
-            self.staging.clear({(environment, digest) for digest in digests})
+        self.staging.clear({(environment, digest) for digest in digests})
         return result
 
-    def _require_published(self, plans: PlanStore, outcomes: Sequence[Outcome]) -> None:
-        """Raises PretuneError where a tuned plan is not in the model's directory: staging was disturbed."""
-        missing = {
+    def _require_published(
+        self, plans: PlanStore, outcomes: Sequence[Outcome], records: Sequence[BucketRecord]
+    ) -> None:
+        """Raises PretuneError where a plan or record is not in the model's directory: staging was disturbed.
+
+        In place of each may be a better one that another run has published.
+        """
+        here = self.tuner.compatibility
+        missing = dict.fromkeys(
             outcome.work.sites[0].name
             for outcome in outcomes
-            if outcome.plan is not None
-            and not isinstance(plans.find(self.tuner.compatibility, outcome.work.key), Found)
-        }
+            if outcome.plan is not None and not _is_there(plans.find(here, outcome.work.key), outcome.plan)
+        )
+        recorded = {record.bucket for record in plans.buckets(here, self.program.sha256)}
+        missing |= dict.fromkeys(r.bucket.name for r in records if r.bucket not in recorded)
         if missing:
             raise PretuneError(
                 f"tuned, but not published, because {self.staging.directory} was changed meanwhile: "
-                f"{', '.join(sorted(missing))}; run the same command again"
+                f"{', '.join(missing)}; run the same command again"
             )
+
+
+def _is_there(found: Found | Miss, plan: Plan) -> bool:
+    return isinstance(found, Found) and not plan.is_better_than(found.plan)
 
 
 def _why_nothing(parts: Partition) -> str:

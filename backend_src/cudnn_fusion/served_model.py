@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -77,7 +78,8 @@ class ServedModel:
         """
         report = LoadReport()
         stored = sorted(self._stored_buckets(), key=lambda b: [-size for _, size in b.sizes])
-        smallest = next((bucket for bucket in reversed(stored) if self._fits_program(bucket)), None)
+        fitting = [bucket for bucket in stored if self._fits_program(bucket)]
+        smallest = min(fitting, key=lambda b: math.prod(size for _, size in b.sizes), default=None)
         for bucket in stored:
             if not self._fits_program(bucket):
                 ranges = ", ".join(f"{a.name} {a.minimum}..{a.maximum}" for a in self.program.axes)
@@ -90,6 +92,7 @@ class ServedModel:
             if self._bytes() >= self._memory_limit():
                 report.skipped.append(over_memory)
                 continue
+            before = self.resources.made()
             try:
                 started = time.perf_counter()
                 served = self.plans(bucket, plan=True)
@@ -103,6 +106,8 @@ class ServedModel:
             ):
                 # What an executor takes is known only when it is built.
                 report.skipped.append(f"{over_memory}: takes {executor.bytes / 2**20:.1f} MiB")
+                del executor
+                self.resources.drop_since(before)
                 continue
             self._served += served
             report.plans_s += planned - started
@@ -136,17 +141,16 @@ class ServedModel:
         return [f"{count} x {text}" for text, count in counted.most_common(8)]
 
     def why_untuned(self) -> str:
-        """Why no bucket is tuned, or why some plans of tuned ones are missing; empty when all is as tuned."""
+        """Why no bucket is live, or that plans of live ones are missing; else empty."""
         if self.settings.engine == "reference" or not self.resources.partition.sites:
             return ""
         if self._tuned:
             missing = sum(served.origin == "reference" for served in self._served)
             total = len(self._served)
             return f"{missing} of {total} segments in tuned buckets have no usable plan" if missing else ""
-        stored = [r for store in self._stores for r in store.buckets(self.cache.compatibility)]
-        if any(record.program_sha256 == self.program.sha256 for record in stored):
-            return "no tuned bucket fits the limits"
-        if stored:
+        if any(self._stored_buckets()):
+            return "no tuned bucket could be built"
+        if any(store.buckets(self.cache.compatibility) for store in self._stores):
             return "no bucket is tuned: the stored ones are for other content of this model"
         roots = ", ".join(str(store.root) for store in self._stores)
         return f"no bucket is tuned: {roots} has none for this model and kind of device"

@@ -101,6 +101,8 @@ class Tuner:
     on_outcome: Callable[[Outcome], None] = field(default=lambda outcome: None)
     built_candidates: int = 0
     timed_candidates: int = 0
+    records: list[BucketRecord] = field(default_factory=list)
+    """Of the buckets of which each key has a plan and the whole is right."""
     problems: list[str] = field(default_factory=list)
     """Why a bucket is not recorded although each of its keys has a plan."""
     _finals: dict[PlanKey, list[_Final]] = field(default_factory=dict)
@@ -270,10 +272,11 @@ class Tuner:
             outcomes, record = decided
         assert record is not None
         self.store.publish_bucket(self.compatibility, record)
+        self.records.append(record)
         return outcomes
 
     def _recorded(self, bucket: Bucket, digests: tuple[str, ...], timed: bool) -> BucketRecord | None:
-        for store in (self.store, *self.known):
+        for store in (self.store, *self.unfinished, *self.known):
             for record in store.buckets(self.compatibility, self.resources.program.sha256):
                 same = record.bucket == bucket and record.entries == digests
                 if same and (record.model_time_us is not None or not timed):

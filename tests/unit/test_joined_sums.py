@@ -123,6 +123,14 @@ def test_other_sums_stay_as_they_are(module, precision):
     assert join_sums(program) is program
 
 
+def test_biases_that_overflow_together_are_not_joined():
+    module = Sum()
+    for conv in (module.last, module.shortcut):
+        nn.init.constant_(conv.bias, 40000.0)
+    program = program_of(module, IMAGE, precision="fp16")
+    assert join_sums(program) is program
+
+
 def test_the_whole_program_is_judged_by_what_was_exported():
     """A joined program with a wrong weight is not its own reference."""
     program = program_of(Sum(), IMAGE, precision="fp16")

@@ -301,6 +301,83 @@ class TestRuns:
         shutil.rmtree(model / "1" / "plans")
         assert self.opened(model, tmp_path).run(batch(2), None, lambda outcome: None).timed_candidates == 6
 
+    def test_a_run_for_another_copy_leaves_the_work_of_an_interrupted_one(self, model, tmp_path):
+        copy = tmp_path / "elsewhere" / "copy"
+        shutil.copytree(model, copy)
+        with closing(self.opened(model, tmp_path)) as opened, pytest.raises(KeyboardInterrupt):
+            opened.run(batch(1, 2), None, interrupt)
+        for directory, timed in ((copy, 9), (model, 9)):
+            with closing(self.opened(directory, tmp_path)) as opened:
+                assert opened.run(batch(1, 2), None, lambda outcome: None).timed_candidates == timed
+        assert not any((tmp_path / "staging").iterdir())
+
+    def test_interrupted_again_and_again_nothing_piles_up(self, model, tmp_path):
+        for finished in (1, 2, 3, 4):
+            seen = []
+
+            def stop(outcome, seen=seen, finished=finished):
+                seen.append(outcome)
+                if len(seen) == finished:
+                    raise KeyboardInterrupt
+
+            with closing(self.opened(model, tmp_path)) as opened, pytest.raises(KeyboardInterrupt):
+                opened.run(batch(1, 2), None, stop)
+            assert len(list((tmp_path / "staging").glob("*/*"))) == 1
+            assert len(list((tmp_path / "staging").rglob("entries/*"))) == finished
+
+    def test_incomplete_runs_leave_nothing_either(self, model, tmp_path, monkeypatch):
+        """What has a plan is published, and taken from there; a forced run tunes it again."""
+
+        def half(ready, operands, out):
+            return right(ready, operands, out) if "residual" in operands else out
+
+        engines = {"cudnn": FakeEngine({"half": half})}
+        monkeypatch.setattr(pretuning, "place", lambda device: Place(CPU, engines, cpu_compatibility()))
+        for force, reused in ((False, False), (False, True), (True, False), (True, False)):
+            with closing(self.opened(model, tmp_path, force=force)) as opened:
+                result = opened.run(batch(2), None, lambda outcome: None)
+            assert (result.tuned, result.complete) == (1, False)
+            assert not any((tmp_path / "staging").iterdir())
+            assert [o.reused for o in result.outcomes if o.plan is not None] == [reused]
+
+    @pytest.mark.parametrize("at", [3, 4])
+    def test_forced_plans_that_vanish_are_no_success(self, model, tmp_path, at):
+        """Older ones lie in the model's directory."""
+        self.opened(model, tmp_path).run(batch(1, 2), None, lambda outcome: None)
+        opened, seen = self.opened(model, tmp_path, force=True), []
+
+        def vanish(outcome):
+            seen.append(outcome)
+            if len(seen) == at:
+                shutil.rmtree(opened.staging.directory)
+
+        with pytest.raises(PretuneError, match=r"not published.*conv2d"):
+            opened.run(batch(1, 2), None, vanish)
+
+    def test_a_record_that_vanishes_is_no_success(self, model, tmp_path):
+        self.opened(model, tmp_path).run(batch(1, 2), None, lambda outcome: None)
+        write_version(model, program_of(Block(seed=8)))
+        opened, seen = self.opened(model, tmp_path), []
+
+        def vanish(outcome):
+            seen.append(outcome)
+            if len(seen) == 3:
+                shutil.rmtree(opened.staging.directory)
+
+        with pytest.raises(PretuneError, match=r"not published.*batch=1"):
+            opened.run(batch(1, 2), None, vanish)
+
+    def test_plans_that_cannot_be_read_now_are_not_removed(self, model, tmp_path):
+        with closing(self.opened(model, tmp_path)) as opened:
+            with pytest.raises(KeyboardInterrupt):
+                opened.run(batch(1), None, interrupt)
+            (entry,) = opened.staging.directory.glob("*/entries/*")
+            kept, entry_bytes = entry, entry.read_bytes()
+            entry.write_bytes(b"")
+        assert kept.exists()
+        kept.write_bytes(entry_bytes)
+        assert self.opened(model, tmp_path).run(batch(1), None, lambda outcome: None).timed_candidates == 3
+
     def test_plans_that_vanish_before_they_are_published_are_no_success(self, model, tmp_path):
         opened = self.opened(model, tmp_path)
 
@@ -319,6 +396,9 @@ class TestRuns:
 
     def test_a_refused_run_leaves_no_directory(self, model, tmp_path):
         self.opened(model, tmp_path).close()
+        assert not any((tmp_path / "staging").iterdir())
+        with pytest.raises(PretuneError, match="nope"):
+            self.opened(model, tmp_path, target="nope")
         assert not any((tmp_path / "staging").iterdir())
 
     def test_a_forced_run_goes_on_with_an_interrupted_forced_one_alone(self, model, tmp_path):
@@ -436,7 +516,7 @@ class TestVersions:
     def test_staging_goes_by_content(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         one, two = (replace(block(), sha256=hashlib.sha256(text).hexdigest()) for text in (b"1", b"2"))
-        places = [Staging(p).directory.parent for p in (one, replace(one, name="other"), two)]
+        places = [Staging(p, tmp_path).directory.parent for p in (one, replace(one, name="other"), two)]
         assert places[0].is_relative_to(tmp_path)
         assert places[0] == places[1] != places[2]
 

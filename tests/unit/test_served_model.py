@@ -12,6 +12,7 @@ from torch import nn
 
 from cudnn_fusion.engines.base import BuiltPlan
 from cudnn_fusion.environment import cpu_compatibility
+from cudnn_fusion.executor import Executor
 from cudnn_fusion.instance import Clock, Instance, Place
 from cudnn_fusion.plan import BucketRecord, Candidate
 from cudnn_fusion.plan_store import PlanStore
@@ -101,7 +102,7 @@ def test_executor_memory_is_kept_and_reported(store, limit_mb, kept):
     assert all(f"over EXECUTOR_MEMORY_MB={limit_mb}" in text for text in report.skipped)
 
 
-def test_a_bucket_over_the_limit_does_not_keep_smaller_ones_out(store):
+def test_a_bucket_over_the_limit_does_not_keep_smaller_ones_out(store, monkeypatch):
     """64 rows of input take 1.5 MiB, 16 take 0.375."""
     program = with_hash(
         program_of(nn.Sequential(nn.Conv2d(6, 2, 3), nn.ReLU()), "x:FP32[batch=1..64,6,32,32]")
@@ -109,8 +110,18 @@ def test_a_bucket_over_the_limit_does_not_keep_smaller_ones_out(store):
     tuner = tuner_of(program, store)
     for rows in (64, 16):
         tuner.tune(batch(rows), None)
-    report = served(program, store, executor_memory_mb=1).load()
+    model = served(program, store, executor_memory_mb=1)
+    workspaces = {64: 5 << 20, 16: 3 << 20}
+    real = Executor.__init__
+
+    def asks_for_workspace(self, resources, bucket, *given, **named):
+        resources.workspace_of(workspaces[bucket.size("batch")])
+        real(self, resources, bucket, *given, **named)
+
+    monkeypatch.setattr(Executor, "__init__", asks_for_workspace)
+    report = model.load()
     assert report.buckets == [batch(16)]
+    assert model.resources.workspace.numel() == workspaces[16]
     assert report.skipped == ["batch=64: over EXECUTOR_MEMORY_MB=1: takes 1.5 MiB"]
 
 
