@@ -47,8 +47,12 @@ class Staging:
         self._all = (base or Path(home) / "cudnn_fusion" / "staging") / name
         self.directory = self._all / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._model = str(model.resolve())
+        self._lock: int | None = None
         try:
             _make(self.directory)
+            with suppress(OSError):  # a file system without locks
+                self._lock = _locked(self.directory)
+            # Last: nobody removes a directory without it.
             (self.directory / _MODEL).write_text(self._model, encoding="utf-8")
         except OSError as error:
             raise StagingError(
@@ -56,9 +60,6 @@ class Staging:
             ) from error
         for half_removed in self._all.glob(f"{_REMOVED}*"):
             shutil.rmtree(half_removed, ignore_errors=True)
-        self._lock: int | None = None
-        with suppress(OSError):  # a file system without locks
-            self._lock = _locked(self.directory)
         self.store = PlanStore(self.directory)
         others = (path for path in sorted(self._all.iterdir()) if path.is_dir() and path.name[0] != ".")
         self.left = tuple(PlanStore(path) for path in others if path != self.directory)
