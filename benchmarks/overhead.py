@@ -1,6 +1,6 @@
 """What the product adds to a request around the model itself, measured inside the real server on a CPU.
 
-    python benchmarks/overhead.py --output benchmarks/results/cpu-2026-12-02-overhead.json
+    python benchmarks/overhead.py --output benchmarks/results/cpu-2026-12-03-overhead.json
 
 CREPE "tiny" with random weights is exported, tuned and served; requests of one row go one after another over
 gRPC. Each request's overhead is the time from entry of the Triton model's `execute` to its return, less
