@@ -33,6 +33,7 @@ MAX_WORKERS = {CudnnEngine.name: 16, InductorEngine.name: 4}
 PARTS = 4
 """A form's candidates are built in so many tasks: compiling forty kernels one by one takes half a minute."""
 
+_Builder = CudnnEngine | InductorEngine
 _Task = tuple[str, int]
 """A form, and which part of its candidates."""
 _Key = tuple[str, str, _Task, tuple[tuple[str, Dims], ...]]
@@ -43,17 +44,10 @@ def build_all(engine: Engine, segment: Segment, sizes: Sizes) -> Iterator[Built]
     return _build_each(engine, segment, sizes, engine.candidates(segment, sizes))
 
 
-def build_task(engine: Engine, segment: Segment, sizes: Sizes, task: _Task) -> Iterator[Built]:
+def build_task(engine: _Builder, segment: Segment, sizes: Sizes, task: _Task) -> Iterator[Built]:
     """Builds the candidates of one task."""
     form, part = task
-    found = [c for c in _candidates(engine, segment, sizes, form) if c.form == form]
-    return _build_each(engine, segment, sizes, found[part::PARTS])
-
-
-def _candidates(engine: Engine, segment: Segment, sizes: Sizes, form: str) -> list[Candidate]:
-    if isinstance(engine, CudnnEngine):
-        return engine.candidates(segment, sizes, form)
-    return engine.candidates(segment, sizes)
+    return _build_each(engine, segment, sizes, engine.candidates(segment, sizes, form)[part::PARTS])
 
 
 def _build_each(
@@ -73,7 +67,7 @@ class Builders:
     """
 
     def __init__(self, device: torch.device, workers: int | None = None) -> None:
-        self._engines: dict[str, Engine] = {
+        self._engines: dict[str, _Builder] = {
             CudnnEngine.name: CudnnEngine(device),
             InductorEngine.name: InductorEngine(device),
         }
@@ -122,7 +116,7 @@ class Builders:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _tasks(engine: Engine, segment: Segment, sizes: Sizes) -> list[_Task]:
+def _tasks(engine: _Builder, segment: Segment, sizes: Sizes) -> list[_Task]:
     if isinstance(engine, InductorEngine):
         return [(candidate.form, 0) for candidate in engine.candidates(segment, sizes)]
     return [(form, part) for form in form_names(segment, sizes) for part in range(PARTS)]
@@ -133,7 +127,7 @@ def _key(name: str, segment: Segment, sizes: Mapping[str, Dims], task: _Task) ->
 
 
 @functools.cache
-def _worker_engine(name: str, device_index: int) -> Engine:
+def _worker_engine(name: str, device_index: int) -> _Builder:
     device = torch.device("cuda", device_index)
     if name == InductorEngine.name:
         torch.cuda.set_device(device)

@@ -15,8 +15,9 @@ import torch
 
 from cudnn_fusion.convolutions import CONVOLUTIONS, conv_arguments
 from cudnn_fusion.lowered import Dim, Node, Program, Ref, all_names, free_name, node_references, rebuilt
+from cudnn_fusion.passes import remove_unused
 from cudnn_fusion.segment import Dims
-from cudnn_fusion.values import Values
+from cudnn_fusion.values import Values, is_plain_add
 
 PRECISIONS = ("fp16", "bf16")
 _TO_THE_END = 2**63 - 1
@@ -30,31 +31,21 @@ def join_sums(program: Program) -> Program:
     if program.precision not in PRECISIONS:
         return program
     values, taken = Values(program), all_names(program)
-    weights, nodes, joined = dict(program.weights), {node.name: [node] for node in program.nodes}, 0
+    weights, nodes, joined = dict(program.weights), list[Node](), 0
     for node in program.nodes:
         parts = _parts(node, values, weights)
-        if parts is None:
-            continue
-        made = _joined(node, parts, values, weights, taken)
-        if made is None:
-            continue
-        nodes[node.name] = made
-        nodes |= {part.name: [] for part in parts}
-        joined += 1
+        made = None if parts is None else _joined(node, parts, values, weights, taken)
+        nodes += made or [node]
+        joined += made is not None
     if not joined:
         return program
-    remaining = [node for made in nodes.values() for node in made]
-    read = {name for node in remaining for name in node_references(node)}
-    read |= {spec.value for spec in program.outputs}
-    kept = {name: weight for name, weight in weights.items() if name in read}
-    return rebuilt(
-        replace(program, weights=kept), remaining, {}, [f"sums of two 1x1 convolutions joined: {joined}"]
-    )
+    notes = [f"sums of two 1x1 convolutions joined: {joined}"]
+    return remove_unused(rebuilt(replace(program, weights=weights), nodes, {}, notes))
 
 
 def _parts(node: Node, values: Values, weights: Mapping[str, torch.Tensor]) -> tuple[Node, Node] | None:
     """The two convolutions that ``node`` adds and nothing else reads; None where it adds others."""
-    if node.op != "aten.add.Tensor" or len(node.args) != 2 or dict(node.kwargs).get("alpha", 1) != 1:
+    if not is_plain_add(node):
         return None
     found = [values.nodes.get(name) for name in node_references(node)]
     if len(found) != 2 or found[0] is found[1]:

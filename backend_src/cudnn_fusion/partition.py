@@ -28,7 +28,7 @@ from cudnn_fusion.segment import (
     SegmentSite,
     per_channel_dims,
 )
-from cudnn_fusion.values import Values
+from cudnn_fusion.values import Values, is_plain_add
 
 _ACTIVATIONS = {
     "aten.relu.default": "relu",
@@ -219,7 +219,7 @@ class _Partitioner:
             return False
         if node.op == "aten.mul.Tensor" and per_channel:
             return chain.take_per_channel(node, "scale", other)
-        if node.op != "aten.add.Tensor" or not _is_plain_add(node):
+        if not is_plain_add(node):
             return False
         if per_channel:
             return chain.take_per_channel(node, "shift", other)
@@ -324,10 +324,6 @@ def _other_argument(node: Node, name: str) -> str | None:
     if len(names) != 2 or names.count(name) != 1 or not all(isinstance(a, Ref) for a in node.args[:2]):
         return None
     return names[1 - names.index(name)]
-
-
-def _is_plain_add(node: Node) -> bool:
-    return dict(node.kwargs).get("alpha", 1) == 1 and len(node.args) == 2
 
 
 def _computes(node: Node) -> bool:

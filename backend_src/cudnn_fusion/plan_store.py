@@ -273,23 +273,17 @@ class PlanStore:
             ):
                 self.publish(compatibility, incoming.plan, incoming.blob)
                 copied += 1
+        entries = {plan.key.digest() for plan in self.plans(compatibility.hash())}
         present_buckets = {_bucket_file(record): record for record in self.buckets(compatibility)}
         for record in other.buckets(compatibility):
             if not all(_among(only, digest) for digest in record.entries):
                 continue
-            if not all(self._has_entry(compatibility.hash(), digest) for digest in record.entries):
+            if not entries.issuperset(record.entries):
                 continue
             here = present_buckets.get(_bucket_file(record))
             if here is None or record.is_better_than(here):
                 self.publish_bucket(compatibility, record)
         return copied
-
-    def _has_entry(self, environment: str, digest: str) -> bool:
-        try:
-            self._read_entry(environment, digest)
-        except (AbsentError, DamagedError):
-            return False
-        return True
 
     def _claim(self, compatibility: Compatibility) -> Path:
         """The environment's directory, with its manifest. One that says otherwise is left as it is."""

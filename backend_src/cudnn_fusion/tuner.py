@@ -126,10 +126,10 @@ class Tuner:
         ``seed``. Results are published one by one: an interruption loses nothing that is finished.
         """
         work = self.work(bucket)
-        checked_on = "samples" if samples else "generated"
+        checked_on = _checked_on(samples)
         known = {w.key: p for w in work if (p := self._take_finished(w, True, checked_on)) is not None}
         missing = [item for item in work if item.key not in known]
-        fresh = iter(self._tune_each(bucket, missing, samples, seed))
+        fresh = self._tune_each(bucket, missing, samples, seed)
         outcomes: list[Outcome] = []
         for item in work:
             plan = known.get(item.key)
@@ -151,7 +151,7 @@ class Tuner:
         values = self._activations(inputs, work)
         self._nan_fills_rows = self._fills_rows(inputs)
         for item in work:
-            yield self._tune_one(bucket, item, values, "samples" if samples else "generated", again)
+            yield self._tune_one(bucket, item, values, _checked_on(samples), again)
 
     def _decide(
         self, bucket: Bucket, outcomes: list[Outcome], samples: Samples | None, seed: int
@@ -160,11 +160,13 @@ class Tuner:
         tuned again first."""
         before = list(self.problems)
         decided = self._whole(bucket, outcomes, samples, seed)
-        slow = decided is not None and self.resources.device.type == "cuda" and _is_slower(decided[1])
+        record = None if decided is None else decided[1]
+        on_gpu = self.resources.device.type == "cuda"
+        slow = on_gpu and record is not None and _is_slower(record.model_time_us, record.torch_time_us)
         reused = [outcome.work for outcome in outcomes if outcome.reused]
         if not reused or (decided is not None and not slow):
             return decided
-        fresh = iter(list(self._tune_each(bucket, reused, samples, seed, again=True)))
+        fresh = self._tune_each(bucket, reused, samples, seed, again=True)
         tuned = [next(fresh) if outcome.reused else outcome for outcome in outcomes]
         if any(outcome.plan is None for outcome in tuned):
             return decided
@@ -179,7 +181,7 @@ class Tuner:
         plain = TorchEngine(torch.device("cuda"))
         outcomes: list[Outcome] = []
         for item in self.work(bucket):
-            known = self._take_finished(item, False, "generated")
+            known = self._take_finished(item, False, _checked_on(None))
             outcome = (
                 Outcome(bucket, item, known, reused=True)
                 if known is not None
@@ -316,7 +318,7 @@ class Tuner:
             return None
         ours_us, torch_us = whole_model.times_us([ours, alone], device)
         unfused = [self._reference_option(key) for key in keys]
-        if ours_us * whole_model.GAIN > torch_us and all(unfused):
+        if _is_slower(ours_us, torch_us) and all(unfused):
             served, ours_us = [s for s in unfused if s is not None], torch_us
             errors = None if errors is None else replace(errors, ours=errors.torch)
         final, winners = dict(zip(keys, served, strict=True)), dict(zip(keys, tuned, strict=True))
@@ -502,15 +504,16 @@ def _options(finals: Sequence[tuple[_Loaded, Timing]]) -> Sequence[tuple[_Loaded
     the others, and torch's own form."""
     fastest, others = finals[:OPTIONS], finals[OPTIONS:]
     most_exact = min(others, key=lambda pair: pair[0].error.rms if pair[0].error else math.inf, default=None)
-    kept = [*fastest, *([] if most_exact is None else [most_exact])]
-    plain = [pair for pair in others if _is_reference(pair[0].built.candidate) and pair is not most_exact]
-    return [*kept, *plain]
+    return [*fastest, *(p for p in others if p is most_exact or _is_reference(p[0].built.candidate))]
 
 
-def _is_slower(record: BucketRecord) -> bool:
-    """Whether the whole program is slower than torch alone, beyond what repeated timing gives."""
-    ours, alone = record.model_time_us, record.torch_time_us
-    return ours is not None and alone is not None and ours * whole_model.GAIN > alone
+def _is_slower(ours_us: float | None, torch_us: float | None) -> bool:
+    """Whether a whole program is slower than torch alone, beyond what repeated timing gives."""
+    return ours_us is not None and torch_us is not None and ours_us * whole_model.GAIN > torch_us
+
+
+def _checked_on(samples: Samples | None) -> str:
+    return "samples" if samples else "generated"
 
 
 def _digests_of(outcomes: Sequence[Outcome]) -> tuple[str, ...]:

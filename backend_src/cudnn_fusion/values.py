@@ -18,6 +18,12 @@ _ROW_MAJOR = packets(
 """Operations whose results of four or five axes are row-major."""
 
 
+def is_plain_add(node: Node) -> bool:
+    """Whether it adds its two arguments as they are."""
+    plain = len(node.args) == 2 and dict(node.kwargs).get("alpha", 1) == 1
+    return node.op == "aten.add.Tensor" and plain
+
+
 class Values:
     """Look-ups by a value's name, for those that group a program's nodes."""
 

@@ -226,7 +226,7 @@ def test_a_region_is_compiled_by_a_worker_of_another_kind(workers, monkeypatch):
         def build(self, segment, sizes, candidate):
             return StandIn(self.device).build(segment, sizes, candidate)
 
-        def candidates(self, segment, sizes):
+        def candidates(self, segment, sizes, only=None):
             return [Candidate("inductor", "kernels")] if sizes["x"][0] > 2 else []
 
     monkeypatch.setattr(builders, "InductorEngine", Compiler)

@@ -47,13 +47,14 @@ class InductorEngine:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def candidates(self, segment: Segment, sizes: Sizes) -> list[Candidate]:
-        """One for a region or a depthwise convolution, where a compiler is at hand."""
-        if not can_compile():
+    def candidates(self, segment: Segment, sizes: Sizes, only: str | None = None) -> list[Candidate]:
+        """One for a region or a depthwise convolution, where a compiler is at hand; if it is of the form
+        ``only``."""
+        form = FORM if isinstance(segment, Region) else SHIFTED_FORM
+        if only not in (None, form) or not can_compile():
             return []
-        if isinstance(segment, Region):
-            return [Candidate(self.name, FORM)]
-        return [Candidate(self.name, SHIFTED_FORM)] if is_depthwise(segment, sizes) else []
+        served = form == FORM or is_depthwise(segment, sizes)
+        return [Candidate(self.name, form)] if served else []
 
     def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
         """Compiles for these sizes and records the kernels. Raises CandidateRejectedError."""
