@@ -100,6 +100,7 @@ class ServedModel:
                 executor = Executor(self.resources, bucket, served, capture=True)
             except torch.cuda.OutOfMemoryError as error:
                 report.skipped.append(f"{bucket.name}: out of memory: {error}")
+                self.resources.drop_since(before)
                 continue
             if self._bytes() + executor.bytes > self._memory_limit() and (
                 self._executors or bucket != smallest

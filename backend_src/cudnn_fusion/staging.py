@@ -118,7 +118,7 @@ def _plans(store: PlanStore) -> set[Staged] | None:
     """The plans of a store; None where some cannot be read now, which is not to say that there are none."""
     environments = [stored.hash for stored in store.environments()]
     plans = {(name, plan.key.digest()) for name in environments for plan in store.plans(name)}
-    return plans if len(plans) == sum(1 for _ in store.root.glob("*/entries/*")) else None
+    return plans if len(plans) == sum(1 for _ in store.root.glob("*/entries/*.json")) else None
 
 
 def _remove(directory: Path) -> None:

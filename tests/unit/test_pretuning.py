@@ -367,6 +367,16 @@ class TestRuns:
         with pytest.raises(PretuneError, match=r"not published.*batch=1"):
             opened.run(batch(1, 2), None, vanish)
 
+    def test_a_half_written_file_keeps_nothing_from_being_removed(self, model, tmp_path):
+        """A run that is killed while it writes leaves one beside its entries."""
+        with closing(self.opened(model, tmp_path)) as opened:
+            with pytest.raises(KeyboardInterrupt):
+                opened.run(batch(1), None, interrupt)
+            (entry,) = opened.staging.directory.glob("*/entries/*")
+            (entry.parent / ".tmp-1-0").write_bytes(b"{")
+        self.opened(model, tmp_path).run(batch(1), None, lambda outcome: None)
+        assert not list((tmp_path / "staging").rglob("entries/*"))
+
     def test_plans_that_cannot_be_read_now_are_not_removed(self, model, tmp_path):
         with closing(self.opened(model, tmp_path)) as opened:
             with pytest.raises(KeyboardInterrupt):

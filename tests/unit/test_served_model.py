@@ -225,6 +225,7 @@ def test_out_of_memory_means_fewer_buckets(program, tuned, monkeypatch):
 
     def little_memory(bucket, plan):
         if bucket.size("batch") > 4:
+            model.resources.workspace_of(1 << 20)
             raise torch.cuda.OutOfMemoryError("2 GiB")
         return real(bucket, plan)
 
@@ -233,6 +234,7 @@ def test_out_of_memory_means_fewer_buckets(program, tuned, monkeypatch):
     assert report.buckets == [batch(4), batch(2), batch(1)]
     assert report.skipped == ["batch=16: out of memory: 2 GiB", "batch=8: out of memory: 2 GiB"]
     assert model.choose(batch(6)).kind == "split"
+    assert model.resources.workspace.numel() == 0, "what the large ones asked for is free again"
 
 
 def test_it_says_why_nothing_is_tuned(program, tuned, tmp_path_factory):
