@@ -34,6 +34,7 @@ from cudnn_fusion.plan import moment
 from cudnn_fusion.preflight import CudnnLoadError, GpuUnavailableError, cudnn_version
 from cudnn_fusion.pretuning import PretuneError, latest_version
 from cudnn_fusion.report import EnvironmentReport, ModelReport, ReportError, ShapeAnswer, TunedPlan
+from cudnn_fusion.settings import MAX_DIGITS
 from cudnn_fusion.shapes import Bucket
 
 NOISE = 1.05
@@ -235,7 +236,7 @@ def parse_sizes(text: str) -> Bucket:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if not name.strip() or not value.strip().isdecimal():
+        if not name.strip() or not value.strip().isdecimal() or len(value) > MAX_DIGITS:
             raise ReportError(f"--sizes {text!r}: write AXIS=NUMBER,..., as in batch=3,height=224")
         if name.strip() in sizes:
             raise ReportError(f"--sizes {text!r}: {name.strip()} is given twice; give each axis one size")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -291,7 +289,9 @@ def load_samples(path: Path) -> dict[str, torch.Tensor]:
             )
         with arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except PretuneError:
+        raise
+    except Exception as error:  # numpy, zipfile and the parser of headers each have their own for damage
         raise PretuneError(
             f"cannot read samples from {path}: {error}; save arrays of numbers with numpy.savez"
         ) from error

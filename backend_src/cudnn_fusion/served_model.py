@@ -77,9 +77,8 @@ class ServedModel:
         Out of memory means fewer buckets. Never raises because of what the plan stores hold.
         """
         report = LoadReport()
-        stored = sorted(self._stored_buckets(), key=lambda b: [-size for _, size in b.sizes])
-        fitting = [bucket for bucket in stored if self._fits_program(bucket)]
-        smallest = min(fitting, key=lambda b: math.prod(size for _, size in b.sizes), default=None)
+        stored = sorted(self._stored_buckets(), key=lambda b: math.prod(size for _, size in b.sizes))[::-1]
+        smallest = next((bucket for bucket in reversed(stored) if self._fits_program(bucket)), None)
         for bucket in stored:
             if not self._fits_program(bucket):
                 ranges = ", ".join(f"{a.name} {a.minimum}..{a.maximum}" for a in self.program.axes)

@@ -169,6 +169,12 @@ def test_why_without_plans_says_how_to_tune_the_buckets_it_would_use():
     assert "batch=60" in done.stdout
 
 
+def test_why_refuses_a_number_that_no_size_is():
+    done = plans("why", EXAMPLE, "--sizes", f"batch={'9' * 5000}")
+    assert done.exit_code == 1
+    assert "write AXIS=NUMBER" in words(done.stderr)
+
+
 def test_why_refuses_what_the_server_refuses():
     done = plans("why", EXAMPLE, "--sizes", "batch=65")
     assert done.exit_code == 1

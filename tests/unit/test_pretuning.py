@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -600,6 +601,29 @@ class TestSamples:
         path = tmp_path / "s.npz"
         path.write_bytes(content)
         with pytest.raises(PretuneError, match=r"cannot read samples from .*s\.npz"):
+            load_samples(path)
+
+    @pytest.mark.parametrize("damage", ["encrypted", "of an unknown method", "of a header that is cut"])
+    def test_samples_that_are_damaged(self, tmp_path, damage):
+        """What reads them raises another error for each."""
+        path = tmp_path / "samples.npz"
+        np.savez(path, x=np.zeros((1, 3, 8, 16), "f4"))
+        data = bytearray(path.read_bytes())
+        entry = data.find(b"PK\x01\x02")
+        if damage == "encrypted":
+            data[entry + 8] |= 1
+            data[6] |= 1
+        elif damage == "of an unknown method":
+            data[entry + 10] = data[8] = 99
+        else:
+            header = bytes(data[data.find(b"{'descr'") : data.find(b"}") + 1])
+            with zipfile.ZipFile(path) as archive:
+                array = archive.read("x.npy").replace(header, header[:-6] + b"((((((")
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("x.npy", array)
+            data = bytearray(path.read_bytes())
+        path.write_bytes(data)
+        with pytest.raises(PretuneError, match="cannot read samples from"):
             load_samples(path)
 
     def test_a_missing_file(self, tmp_path):

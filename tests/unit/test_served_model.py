@@ -139,6 +139,15 @@ def test_one_executor_is_kept_even_if_it_is_over_the_limit(store):
         assert model.live == (tuned_executor, executor), "one untuned executor beside the tuned one"
 
 
+def test_the_largest_are_those_with_most_elements_of_all_axes(store):
+    program = with_hash(line())
+    few, many = Bucket.of({"batch": 2, "length": 4}), Bucket.of({"batch": 1, "length": 64})
+    tuner = tuner_of(program, store)
+    for bucket in (few, many):
+        tuner.tune(bucket, None)
+    assert served(program, store, max_buckets=1).load().buckets == [many]
+
+
 def test_the_least_recently_used_leaves(program, tuned):
     model = served(program, tuned, max_buckets=3)
     model.load()
