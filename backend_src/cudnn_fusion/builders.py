@@ -19,6 +19,7 @@ import torch
 
 from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, Sizes, one_line, reason_of
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine, form_names
+from cudnn_fusion.engines.depthwise import DepthwiseEngine
 from cudnn_fusion.engines.inductor import InductorEngine
 from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import Dims, Segment
@@ -28,12 +29,12 @@ _LOG = logging.getLogger(__name__)
 Built = tuple[str, BuiltPlan | str]
 """A candidate's label, and what was built of it or the reason why nothing was."""
 
-MAX_WORKERS = {CudnnEngine.name: 16, InductorEngine.name: 4}
+MAX_WORKERS = {CudnnEngine.name: 16, DepthwiseEngine.name: 4, InductorEngine.name: 4}
 """Processes for each engine; one for torch's compiler takes seconds to start and much memory."""
 PARTS = 4
 """A form's candidates are built in so many tasks: compiling forty kernels one by one takes half a minute."""
 
-_Builder = CudnnEngine | InductorEngine
+_Builder = CudnnEngine | DepthwiseEngine | InductorEngine
 _Task = tuple[str, int]
 """A form, and which part of its candidates."""
 _Key = tuple[str, str, _Task, tuple[tuple[str, Dims], ...]]
@@ -69,6 +70,7 @@ class Builders:
     def __init__(self, device: torch.device, workers: int | None = None) -> None:
         self._engines: dict[str, _Builder] = {
             CudnnEngine.name: CudnnEngine(device),
+            DepthwiseEngine.name: DepthwiseEngine(device),
             InductorEngine.name: InductorEngine(device),
         }
         self._device = device
@@ -117,9 +119,11 @@ class Builders:
 
 
 def _tasks(engine: _Builder, segment: Segment, sizes: Sizes) -> list[_Task]:
-    if isinstance(engine, InductorEngine):
-        return [(candidate.form, 0) for candidate in engine.candidates(segment, sizes)]
-    return [(form, part) for form in form_names(segment, sizes) for part in range(PARTS)]
+    if isinstance(engine, CudnnEngine):
+        return [(form, part) for form in form_names(segment, sizes) for part in range(PARTS)]
+    candidates = engine.candidates(segment, sizes)
+    forms = dict.fromkeys(candidate.form for candidate in candidates)
+    return [(form, part) for form in forms for part in range(min(PARTS, len(candidates)))]
 
 
 def _key(name: str, segment: Segment, sizes: Mapping[str, Dims], task: _Task) -> _Key:
@@ -129,6 +133,8 @@ def _key(name: str, segment: Segment, sizes: Mapping[str, Dims], task: _Task) ->
 @functools.cache
 def _worker_engine(name: str, device_index: int) -> _Builder:
     device = torch.device("cuda", device_index)
+    if name == DepthwiseEngine.name:
+        return DepthwiseEngine(device)
     if name == InductorEngine.name:
         torch.cuda.set_device(device)
         return InductorEngine(device)

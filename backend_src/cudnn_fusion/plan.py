@@ -30,7 +30,7 @@ __all__ = [
     "sha256_hex",
 ]
 
-ENGINES = ("cudnn", "inductor", "torch")
+ENGINES = ("cudnn", "depthwise", "inductor", "torch")
 CHECKED_ON = ("samples", "generated", "none")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -99,7 +99,7 @@ class PlanKey:
 class Candidate:
     """One way to run a segment, as an engine names it.
 
-    ``engine`` is ``cudnn`` or ``torch``. ``form`` says which part of the segment one cuDNN graph covers or
+    ``engine`` is one of `ENGINES`. ``form`` says which part of the segment one cuDNN graph covers or
     which torch lowering is meant (``fused``, ``conv_bias_relu+torch``, ``channels_last``). For cuDNN:
     ``engine_id`` and ``knobs`` (knob type to value) where the plan can be replayed from them, and
     ``plan_name`` as the library names it. A plan's index is not part of it: the list is made anew by every

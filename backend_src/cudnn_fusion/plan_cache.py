@@ -35,6 +35,9 @@ from cudnn_fusion.segment import Segment
 ORIGINS = ("exact", "recipe", "heuristic", "reference")
 """Best first."""
 
+OF_KERNELS = ("depthwise", "inductor")
+"""Engines whose blob is machine code and its launches, whatever library versions are about."""
+
 MAX_KNOWN = 2048
 """How many answers are kept: requests of ever new sizes must not fill the memory."""
 
@@ -129,15 +132,21 @@ class PlanCache:
         first = request.recipes[0] if request.recipes else None
         if first is not None and first.engine == "torch":
             return BuiltPlan(first, None, 0)
-        if not isinstance(request.segment, Region):
-            return None
-        key = request.segment.key(request.sizes, accuracy.VALIDATION)
-        for store in self.stores:
-            for other, plan in store.find_elsewhere(self.compatibility, key):
-                found = store.find(other, key)
-                if isinstance(found, Found) and plan.candidate.engine in self.engines:
-                    return BuiltPlan(plan.candidate, found.blob, plan.workspace_bytes)
-        return BuiltPlan(Candidate("torch", REFERENCE_FORM), None, 0)
+        if first is not None and first.engine in OF_KERNELS:
+            key = request.segment.key(request.sizes, accuracy.VALIDATION)
+            for store in self.stores:
+                for other, plan in store.find_elsewhere(self.compatibility, key):
+                    found = store.find(other, key)
+                    runs = (
+                        plan.candidate.engine in OF_KERNELS
+                        and plan.candidate.engine in self.engines
+                        and other.compute_capability == self.compatibility.compute_capability
+                    )
+                    if runs and isinstance(found, Found):
+                        return BuiltPlan(plan.candidate, found.blob, plan.workspace_bytes)
+        if isinstance(request.segment, Region):
+            return BuiltPlan(Candidate("torch", REFERENCE_FORM), None, 0)
+        return None
 
     def accept(self, request: PlanRequest, answer: BuiltPlan | str) -> None:
         """Loads a planned segment, compares it with the reference and keeps it if it is right."""

@@ -7,7 +7,7 @@ import torch
 from programs import FakeEngine, block, cache_of, run_in_torch, served, tuner_of, write_version
 
 from cudnn_fusion.environment import cpu_compatibility
-from cudnn_fusion.plan import Candidate
+from cudnn_fusion.plan import Candidate, sha256_hex
 from cudnn_fusion.plan_store import Found, PlanStore
 from cudnn_fusion.shapes import Bucket
 
@@ -62,3 +62,34 @@ def test_a_recipe_that_is_wrong_here_is_not_used(moved):
     for answer in cache.plan(wanted):
         assert answer.origin == "reference"
         assert answer.candidate == Candidate("torch", "channels_last")
+
+
+@pytest.mark.parametrize(
+    ("capability", "damaged", "origin"),
+    [(None, False, "recipe"), ("8.0", False, "reference"), (None, True, "reference")],
+)
+def test_kernels_of_another_environment_serve_on_the_same_kind_of_gpu(
+    moved, tmp_path, capability, damaged, origin
+):
+    program, store = moved
+    elsewhere = replace(cpu_compatibility(), threads=1000, compute_capability=capability)
+    kernels = PlanStore(tmp_path / "kernels")
+    for environment in store.environments():
+        for plan in store.plans(environment.compatibility.hash()):
+            candidate = Candidate("depthwise", "direct", "right")
+            blob = b"right"
+            made = replace(plan, candidate=candidate, blob_sha256=sha256_hex(blob))
+            kernels.publish(elsewhere, made, blob)
+    if damaged:
+        for path in kernels.root.rglob("*.plan"):
+            path.chmod(0o644)
+            path.write_bytes(b"wrong")
+    engine = FakeEngine(
+        {"right": lambda ready, operands, out: ready.run(operands, None, out)}, name="depthwise"
+    )
+    cache = cache_of([kernels], depthwise=engine)
+    wanted = [(work.segment, work.sizes) for work in tuner_of(program, store).work(BUCKET)]
+    for answer in cache.plan(wanted):
+        assert answer.origin == origin
+    assert bool(engine.loaded) == (origin == "recipe")
+    assert engine.built == []

@@ -88,7 +88,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """``cudnn`` or ``torch``."""
+        """One of `cudnn_fusion.plan.ENGINES`."""
         ...
 
     def candidates(self, segment: Segment, sizes: Sizes) -> list[Candidate]:

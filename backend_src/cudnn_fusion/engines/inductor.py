@@ -1,46 +1,30 @@
-"""Regions, and depthwise convolutions, as kernels of torch's compiler, kept as machine code.
+"""Regions as kernels of torch's compiler, kept as machine code.
 
-Inductor compiles a segment at fixed sizes; its kernels are recorded (`cudnn_fusion.engines.gpu_kernels`) and
+Inductor compiles a region at fixed sizes; its kernels are recorded (`cudnn_fusion.engines.gpu_kernels`) and
 are all that a plan holds. Serving needs no compiler.
-
-It has no kernel of its own for convolutions. One with a channel in and out for each group is written as the
-sum that it is: for each position of the kernel, the image shifted by it times a weight a channel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
-import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes, one_line
-from cudnn_fusion.engines.gpu_kernels import Kernels, LoadedKernels, NotPortableError, record
-from cudnn_fusion.evaluate import evaluate, padded
+from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Sizes, one_line
+from cudnn_fusion.engines.gpu_kernels import NotPortableError, record
+from cudnn_fusion.engines.kernels_plan import KernelsPlan, load_kernels
 from cudnn_fusion.plan import Candidate
 from cudnn_fusion.regions import Region, region_module
-from cudnn_fusion.segment import CHANNELS_LAST, OUTPUT, TRANSPOSED, Operation, Segment, empty, is_packed
+from cudnn_fusion.segment import CHANNELS_LAST, OUTPUT, Segment, empty, is_packed
 
 FORM = "kernels"
-SHIFTED_FORM = "shifted"
-MAX_TAPS = 64
-"""Positions of the kernel: each is a read in every element's expression."""
-_IN_ONE_KERNEL = {
-    "realize_reads_threshold": 4 * MAX_TAPS,
-    "realize_acc_reads_threshold": 4 * MAX_TAPS,
-    "realize_opcount_threshold": 64 * MAX_TAPS,
-}
-"""Inductor's settings under which a long sum is one expression, not a chain of values in memory."""
 
 
 class InductorEngine:
-    """Compiles regions and depthwise convolutions for CUDA device ``device``."""
+    """Compiles regions for CUDA device ``device``."""
 
     name = "inductor"
 
@@ -48,16 +32,13 @@ class InductorEngine:
         self.device = device
 
     def candidates(self, segment: Segment, sizes: Sizes, only: str | None = None) -> list[Candidate]:
-        """One for a region or a depthwise convolution, where a compiler is at hand; if it is of the form
-        ``only``."""
-        form = FORM if isinstance(segment, Region) else SHIFTED_FORM
-        if only not in (None, form) or not can_compile():
-            return []
-        served = form == FORM or is_depthwise(segment, sizes)
-        return [Candidate(self.name, form)] if served else []
+        """One for a region, where a compiler is at hand; if it is of the form ``only``."""
+        served = isinstance(segment, Region) and only in (None, FORM) and can_compile()
+        return [Candidate(self.name, FORM)] if served else []
 
     def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
         """Compiles for these sizes and records the kernels. Raises CandidateRejectedError."""
+        assert isinstance(segment, Region)
         inputs = [_operand(segment, sizes, o.name, self.device) for o in segment.inputs]
         layout = segment.operand(OUTPUT).layout
         try:
@@ -75,47 +56,7 @@ class InductorEngine:
         self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
     ) -> KernelsPlan:
         """Loads the machine code. Raises CandidateRejectedError."""
-        if blob is None:
-            raise CandidateRejectedError("a plan of kernels without its blob")
-        try:
-            kernels = Kernels.from_bytes(blob)
-            loaded = LoadedKernels(kernels)
-        except (ValueError, RuntimeError) as error:
-            raise CandidateRejectedError(f"not loaded: {one_line(error)}") from error
-        output = segment.operand(OUTPUT)
-        return KernelsPlan(
-            loaded,
-            tuple(o.name for o in segment.inputs),
-            tuple(sizes[OUTPUT]),
-            output.layout,
-            getattr(torch, output.dtype),
-            kernels.scratch_bytes,
-        )
-
-
-@dataclass(frozen=True)
-class KernelsPlan:
-    """Recorded kernels with the region's buffers."""
-
-    kernels: LoadedKernels
-    names: tuple[str, ...]
-    out_dims: tuple[int, ...]
-    out_layout: str
-    out_dtype: torch.dtype
-    workspace_bytes: int
-
-    def run(
-        self, operands: Operands, workspace: torch.Tensor | None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `ReadyPlan.run`."""
-        buffers = [operands[name] for name in self.names]
-        device = buffers[0].device
-        if out is None:
-            out = empty(self.out_dims, self.out_layout, self.out_dtype, device)
-        addresses = [*(buffer.data_ptr() for buffer in buffers), out.data_ptr()]
-        addresses.append(0 if workspace is None else workspace.data_ptr())
-        self.kernels.run(addresses, torch.cuda.current_stream(device).cuda_stream)
-        return out
+        return load_kernels(segment, sizes, blob)
 
 
 def can_compile() -> bool:
@@ -130,59 +71,14 @@ def _operand(segment: Segment, sizes: Sizes, name: str, device: torch.device) ->
     return empty(tuple(sizes[name]), operand.layout, getattr(torch, operand.dtype), device).fill_(0.5)
 
 
-def is_depthwise(segment: Segment, sizes: Sizes) -> bool:
-    """Whether it starts with a convolution of one channel in and one out for each group, and few taps."""
-    if not segment.operations or segment.operations[0].kind in TRANSPOSED:
-        return False
-    groups, w = segment.operations[0].attribute("groups"), sizes["w"]
-    return groups > 1 and groups == w[0] == sizes["x"][1] and math.prod(w[2:]) <= MAX_TAPS
-
-
-def shifted(segment: Segment, operands: Operands) -> torch.Tensor:
-    """``y`` of a depthwise convolution and its tail, computed in float32, as a sum of shifted images."""
-    wide = {name: operand.float() for name, operand in operands.items()}
-    result = evaluate(segment.operations, wide, _sum_of_shifted)
-    return result.to(getattr(torch, segment.operand(OUTPUT).dtype))
-
-
-def _sum_of_shifted(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, operation: Operation
-) -> torch.Tensor:
-    image = padded(x, operation)
-    steps = tuple(zip(operation.attribute("stride"), operation.attribute("dilation"), strict=True))
-    counts = [
-        (size - dilation * (taps - 1) - 1) // stride + 1
-        for size, taps, (stride, dilation) in zip(image.shape[2:], w.shape[2:], steps, strict=True)
-    ]
-    result = bias
-    for number, position in enumerate(itertools.product(*(range(taps) for taps in w.shape[2:]))):
-        window = tuple(
-            slice(at * dilation, at * dilation + (count - 1) * stride + 1, stride)
-            for at, count, (stride, dilation) in zip(position, counts, steps, strict=True)
-        )
-        weight = w.flatten(2)[:, 0, number].view(1, -1, *(1,) * len(position))
-        term = image[(slice(None), slice(None), *window)] * weight
-        result = term if result is None else result + term
-    assert result is not None
-    return result
-
-
-def _module(segment: Segment, inputs: Sequence[torch.Tensor]) -> torch.nn.Module:
-    """The segment for torch's compiler; takes the operands in the order of ``segment.inputs``."""
-    if isinstance(segment, Region):
-        return region_module(segment)
-    names = [operand.name for operand in segment.inputs]
-    return make_fx(lambda *values: shifted(segment, dict(zip(names, values, strict=True))))(*inputs)
-
-
-def _compiled(segment: Segment, inputs: Sequence[torch.Tensor], layout: str) -> Callable[[], torch.Tensor]:
-    """The segment compiled for these inputs, after it has run twice; its result lies as ``layout`` says."""
-    module = _module(segment, inputs)
+def _compiled(region: Region, inputs: Sequence[torch.Tensor], layout: str) -> Callable[[], torch.Tensor]:
+    """The region compiled for these inputs, after it has run twice; its result lies as ``layout`` says."""
+    module: torch.nn.Module = region_module(region)
     result = module(*inputs)
     if not is_packed(result, layout):
         module = _Relaid(module, _memory_format(result.dim(), layout))
     torch._dynamo.reset()
-    with _settings({} if isinstance(segment, Region) else _IN_ONE_KERNEL):
+    with _settings():
         function = torch.compile(module, dynamic=False, fullgraph=True)
         with torch.no_grad():
             for _ in range(2):
@@ -216,9 +112,9 @@ class _Relaid(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def _settings(more: Mapping[str, int]) -> Iterator[None]:
+def _settings() -> Iterator[None]:
     """Inductor's settings under which its kernels can be found: loaded by Triton, in this process."""
     from torch._inductor import config
 
-    with config.patch({"use_static_cuda_launcher": False, "compile_threads": 1, **more}):
+    with config.patch({"use_static_cuda_launcher": False, "compile_threads": 1}):
         yield

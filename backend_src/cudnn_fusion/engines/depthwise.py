@@ -1,0 +1,236 @@
+"""Depthwise convolutions with what follows them in one kernel, compiled for a plan's sizes.
+
+cuDNN's and torch's kernels for them are far from what the memory allows in half precision, and torch's
+compiler has none of its own. The source is ``depthwise.cu``; NVRTC compiles it in tenths of a second, without
+a compiler on the machine, and a plan holds the machine code. Serving needs neither.
+
+Sources of facts: NVRTC documentation (options, supported architectures, predefined macros) and PTX ISA (cvt).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+
+from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes, one_line
+from cudnn_fusion.engines.gpu_kernels import Argument, Kernels, Launch
+from cudnn_fusion.engines.kernels_plan import KernelsPlan, load_kernels
+from cudnn_fusion.plan import Candidate
+from cudnn_fusion.segment import (
+    CHANNELS_LAST,
+    OUTPUT,
+    TRANSPOSED,
+    Operation,
+    Segment,
+)
+
+FORM = "direct"
+Tile = tuple[int, int, int]
+"""What a thread computes: rows and columns of the output, and channels, which divide the segment's."""
+TILES: tuple[Tile, ...] = (
+    (1, 1, 2),
+    (1, 4, 2),
+    (1, 8, 2),
+    (1, 14, 2),
+    (2, 4, 2),
+    (2, 8, 2),
+    (2, 14, 2),
+    (2, 7, 1),
+    (4, 14, 1),
+    (7, 7, 1),
+)
+"""Small ones keep the GPU busy where there is little to do, large ones share what they read; images often
+have multiples of 7 columns."""
+MAX_TAPS = 64
+"""Positions of the kernel: each is written out in the code."""
+
+_BLOCK = 128
+_TYPES = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat"}
+_ACTIVATIONS = {
+    # Written so that a NaN stays one.
+    "relu": "v < 0.f ? 0.f : v",
+    "relu6": "v < 0.f ? 0.f : v > 6.f ? 6.f : v",
+    "leaky_relu": "v < 0.f ? v * {negative_slope} : v",
+    "elu": "v < 0.f ? {alpha} * expm1f(v) : v",
+    "silu": "v / (1.f + expf(-v))",
+    "sigmoid": "1.f / (1.f + expf(-v))",
+    "tanh": "tanhf(v)",
+    "gelu": "0.5f * v * (1.f + erff(v * 0.70710678f))",
+    "gelu_tanh": "0.5f * v * (1.f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)))",
+    "hardswish": "v * (v < -3.f ? 0.f : v > 3.f ? 6.f : v + 3.f) / 6.f",
+    "hardsigmoid": "(v < -3.f ? 0.f : v > 3.f ? 6.f : v + 3.f) / 6.f",
+}
+
+
+class DepthwiseEngine:
+    """Compiles depthwise convolutions for CUDA device ``device``."""
+
+    name = "depthwise"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def candidates(self, segment: Segment, sizes: Sizes, only: str | None = None) -> list[Candidate]:
+        """One for each of `TILES`, for what `is_served` names; if they are of the form ``only``."""
+        if only not in (None, FORM) or not is_served(segment, sizes):
+            return []
+        return [Candidate(self.name, FORM, "x".join(map(str, tile))) for tile in tiles(sizes)]
+
+    def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
+        """Compiles for these sizes. Raises CandidateRejectedError."""
+        p, q, vector = (int(size) for size in candidate.plan_name.split("x"))
+        capability = torch.cuda.get_device_capability(self.device)
+        code = compiled(source(segment, sizes, (p, q, vector)), capability)
+        blob = Kernels((_launch(segment, sizes, (p, q, vector)),), (code,), 0).to_bytes()
+        return BuiltPlan(candidate, blob, 0)
+
+    def load(
+        self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
+    ) -> DepthwisePlan:
+        """Loads the machine code. Raises CandidateRejectedError."""
+        return DepthwisePlan(load_kernels(segment, sizes, blob), tuple(sizes["w"]))
+
+
+@dataclass(frozen=True)
+class DepthwisePlan:
+    """The kernel with the segment's buffers. It reads weights with the channels last, [R*S, C], float32."""
+
+    kernel: KernelsPlan
+    weight_dims: tuple[int, ...]
+    workspace_bytes: int = 0
+
+    @property
+    def preparation(self) -> Hashable:
+        """See `Preparing.preparation`."""
+        return "depthwise", self.weight_dims
+
+    def prepare(self, operands: Operands) -> dict[str, torch.Tensor]:
+        """See `Preparing.prepare`."""
+        return {**operands, "w": operands["w"].flatten(1).t().float().contiguous()}
+
+    def run(
+        self, operands: Operands, workspace: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `ReadyPlan.run`."""
+        if tuple(operands["w"].shape) == self.weight_dims:
+            operands = self.prepare(operands)
+        return self.kernel.run(operands, workspace, out)
+
+
+def is_served(segment: Segment, sizes: Sizes) -> bool:
+    """Whether it starts with a convolution of one channel in and one out for each group and few taps, in one
+    type, and all that is no weight lies channels-last."""
+    if not segment.operations or segment.operations[0].kind in TRANSPOSED:
+        return False
+    groups, w = segment.operations[0].attribute("groups"), sizes["w"]
+    return (
+        groups > 1
+        and len({segment.operand(name).dtype for name in ("x", "w", OUTPUT)}) == 1
+        and groups == w[0] == sizes["x"][1]
+        and math.prod(w[2:]) <= MAX_TAPS
+        and all(o.layout == CHANNELS_LAST for o in segment.operands if o.role != "weight")
+        and all(op.kind in _ACTIVATIONS or op.operand for op in segment.operations)
+    )
+
+
+def tiles(sizes: Sizes) -> list[Tile]:
+    """`TILES` for these sizes: none twice the output or more, and one channel a thread where they are odd."""
+    channels, (_, rows, columns) = sizes["x"][1], _volume(sizes[OUTPUT][2:])
+    fitting = [
+        (p, q, vector if channels % vector == 0 else 1)
+        for p, q, vector in TILES
+        if p < 2 * rows and q < 2 * columns
+    ]
+    return list(dict.fromkeys(fitting))
+
+
+def source(segment: Segment, sizes: Sizes, tile: Tile) -> str:
+    """The kernel's text at these sizes, for what a thread computes."""
+    n, c, *image = sizes["x"]
+    conv = segment.operations[0]
+    definitions: dict[str, object] = {
+        "Element": _TYPES[segment.operand(OUTPUT).dtype],
+        "BLOCK": _BLOCK,
+        "N": n,
+        "C": c,
+        **dict(zip("DHW", _volume(image), strict=True)),
+        **dict(zip("OPQ", _volume(sizes[OUTPUT][2:]), strict=True)),
+        **dict(zip(("TILE_P", "TILE_Q", "VECTOR"), tile, strict=True)),
+        **_on_axes("KERNEL", sizes["w"][2:]),
+        **_on_axes("STRIDE", conv.attribute("stride")),
+        **_on_axes("DILATION", conv.attribute("dilation")),
+        **_on_axes("BEFORE", conv.attribute("padding_before"), 0),
+        "PARAMETERS": ", ".join(
+            f"{'' if o.name == OUTPUT else 'const '}"
+            f"{'float' if o.name == 'w' else _TYPES[o.dtype]}* __restrict__ {o.name}"
+            for o in segment.operands
+        ),
+        "EPILOGUE(v, channel, index)": " ".join(_step(op, segment) for op in segment.operations[1:]),
+    }
+    text = resources.files(__package__).joinpath("depthwise.cu").read_text(encoding="utf-8")
+    return "".join(f"#define {name} {value}\n" for name, value in definitions.items()) + text
+
+
+def _volume(sizes: Sequence[int], fill: int = 1) -> tuple[int, ...]:
+    """Sizes of one to three spatial axes as those of three."""
+    return (*(fill,) * (3 - len(sizes)), *sizes)
+
+
+def _on_axes(name: str, sizes: Sequence[int], fill: int = 1) -> dict[str, int]:
+    return {f"{name}_{axis}": size for axis, size in zip("DHW", _volume(sizes, fill), strict=True)}
+
+
+def _step(operation: Operation, segment: Segment) -> str:
+    """An operation behind the convolution, as a statement on ``v``."""
+    if operation.operand is None:
+        numbers = {name: f"{float(value)!r}f" for name, value in operation.attributes}  # type: ignore[arg-type]
+        return f"v = {_ACTIVATIONS[operation.kind].format(**numbers)};"
+    at = "channel" if segment.is_per_channel(operation.operand) else "index"
+    return f"v = v {'*' if operation.kind == 'scale' else '+'} widen({operation.operand}[{at}]);"
+
+
+def _launch(segment: Segment, sizes: Sizes, tile: Tile) -> Launch:
+    n, c, *output = sizes[OUTPUT]
+    depth, rows, columns = _volume(output)
+    p, q, vector = tile
+    threads = n * depth * -(-rows // p) * -(-columns // q) * (c // vector)
+    blocks = -(-threads // _BLOCK)
+    buffers = tuple(Argument(None, number) for number in range(len(segment.operands)))
+    return Launch(0, "depthwise", (blocks, 1, 1), (_BLOCK, 1, 1), 0, buffers)
+
+
+def compiled(text: str, capability: tuple[int, int]) -> bytes:
+    """Machine code for a compute capability. Raises CandidateRejectedError."""
+    if importlib.util.find_spec("cuda.bindings.nvrtc") is None:
+        raise CandidateRejectedError("cuda-python is not installed: pip install cuda-python")
+    from cuda.bindings import nvrtc
+
+    architecture = f"sm_{capability[0]}{capability[1]}"
+    try:
+        program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"depthwise.cu", 0, [], []))[0]
+        try:
+            options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+            if nvrtc.nvrtcCompileProgram(program, len(options), options)[0] != 0:
+                log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))[0]
+                _checked(nvrtc.nvrtcGetProgramLog(program, log))
+                raise CandidateRejectedError(f"not compiled for {architecture}: {one_line(log.decode())}")
+            code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))[0]
+            _checked(nvrtc.nvrtcGetCUBIN(program, code))
+            return bytes(code)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+    except RuntimeError as error:  # the library is missing, or refuses
+        raise CandidateRejectedError(f"not compiled for {architecture}: {one_line(error)}") from error
+
+
+def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    code, *values = answer
+    if code != 0:
+        raise RuntimeError(f"NVRTC answers {code!r}")
+    return tuple(values)

@@ -1,0 +1,268 @@
+"""Depthwise convolutions: the kernel's text, run on the CPU as C++, and compiled for a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from programs import CPU, conv_segment, sizes_of
+
+from cudnn_fusion import accuracy
+from cudnn_fusion.engines import depthwise
+from cudnn_fusion.engines.base import CandidateRejectedError
+from cudnn_fusion.engines.depthwise import FORM, MAX_TAPS, TILES, DepthwiseEngine, DepthwisePlan, is_served
+from cudnn_fusion.engines.gpu_kernels import Kernels
+from cudnn_fusion.segment import ACTIVATIONS, Operand, Operation
+
+SAME = {"padding_before": (1, 1), "padding_after": (1, 1)}
+ATTRIBUTES = {"leaky_relu": (("negative_slope", 0.1),), "elu": (("alpha", 0.7),)}
+BIAS, ADD = Operation("bias", "bias"), Operation("add", "residual")
+TAIL = (BIAS, Operation("silu"), ADD)
+
+BEFORE = """
+#include <cmath>
+#include <cstring>
+#define __global__
+#define __restrict__
+#define __launch_bounds__(threads)
+struct Index { int x; };
+static Index blockIdx, threadIdx;
+struct Half;
+struct Bfloat;
+static float widen(float value) { return value; }
+static float widen(Half value);
+static float widen(Bfloat value);
+static void narrow(float value, float& result) { result = value; }
+static void narrow(float value, Half& result);
+static void narrow(float value, Bfloat& result);
+"""
+"""What CUDA C++ has and C++ has not."""
+
+AFTER = """
+#include <immintrin.h>
+static float widen(Half value) {{ return _cvtsh_ss(value.bits); }}
+static void narrow(float value, Half& result) {{ result.bits = _cvtss_sh(value, 0); }}
+static float widen(Bfloat value) {{
+    unsigned bits = (unsigned)value.bits << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}}
+static void narrow(float value, Bfloat& result) {{
+    unsigned bits;
+    std::memcpy(&bits, &value, 4);
+    result.bits = value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}}
+extern "C" void run({parameters}, int blocks, int threads) {{
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) depthwise({names});
+}}
+"""
+
+
+class CpuKernel:
+    """The text compiled as C++, in the place of `KernelsPlan`: every thread of every block in turn."""
+
+    def __init__(self, segment, sizes, tile, folder: Path):
+        compiler = shutil.which("g++") or shutil.which("clang++")
+        assert compiler, "a C++ compiler is missing: it runs the kernel on the CPU (apt install g++)"
+        text = depthwise.source(segment, sizes, tile)
+        parameters = next(line for line in text.splitlines() if line.startswith("#define PARAMETERS "))
+        after = AFTER.format(
+            parameters=parameters.removeprefix("#define PARAMETERS "),
+            names=", ".join(o.name for o in segment.operands),
+        )
+        source, library = folder / "kernel.cpp", folder / "kernel.so"
+        source.write_text(BEFORE + text + after)
+        options = ("-O1", "-w", "-mf16c", "-shared", "-fPIC", "-o")
+        subprocess.run([compiler, *options, library, source], check=True)
+        self.function = ctypes.CDLL(str(library)).run
+        self.segment, self.launch = segment, depthwise._launch(segment, sizes, tile)
+
+    def run(self, operands, workspace, out):
+        pointers = [operands[o.name].data_ptr() for o in self.segment.inputs] + [out.data_ptr()]
+        (blocks, *_), (threads, *_) = self.launch.grid, self.launch.block
+        self.function(*map(ctypes.c_void_p, pointers), blocks, threads)
+        return out
+
+
+def depthwise_segment(*tail, kind="conv2d", channels=6, dtype="float32", precision="fp32", **attributes):
+    extra = [
+        Operand(op.operand, dtype, "channels_last", "input" if op.kind == "add" else "weight")
+        for op in tail
+        if op.operand
+    ]
+    return conv_segment(
+        *tail, kind=kind, dtype=dtype, precision=precision, extra=extra, groups=channels, **attributes
+    )
+
+
+def run_on_the_cpu(segment, sizes, tile, folder, operands):
+    """The plan's result, in a poisoned output."""
+    plan = DepthwisePlan(CpuKernel(segment, sizes, tile, folder), sizes["w"])
+    return plan.run(operands, None, accuracy.poison(segment, sizes, CPU))
+
+
+def error_on_the_cpu(segment, sizes, tile, folder):
+    operands = accuracy.generated_operands(segment, sizes, 5, CPU)
+    found = run_on_the_cpu(segment, sizes, tile, folder, operands)
+    return accuracy.measure(found, accuracy.reference(segment, operands))
+
+
+STRIDED = {"stride": (2, 3), "padding_before": (0, 4), "padding_after": (1, 0)}
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_is_the_convolution(tile, tmp_path):
+    segment = depthwise_segment(*TAIL, channels=6, **STRIDED)
+    sizes = sizes_of(segment, (2, 6, 9, 20), (6, 1, 3, 5))
+    assert error_on_the_cpu(segment, sizes, tile, tmp_path).largest < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "kernel", "attributes", "tile"),
+    [
+        ("conv2d", (2, 6, 9, 7), (7, 7), {"padding_before": (3, 3), "padding_after": (3, 3)}, (7, 7, 1)),
+        ("conv2d", (1, 5, 9, 8), (3, 5), STRIDED, (2, 4, 1)),
+        ("conv2d", (3, 6, 9, 9), (3, 3), {"dilation": (2, 3), **SAME}, (2, 4, 2)),
+        ("conv2d", (1, 260, 3, 3), (3, 3), SAME, (1, 1, 2)),
+        ("conv1d", (2, 6, 20), (5,), {"stride": (2,), "padding_before": (2,)}, (1, 8, 2)),
+        ("conv1d", (2, 6, 70), (31,), {"dilation": (2,), "padding_after": (9,)}, (1, 14, 2)),
+        ("conv3d", (2, 6, 5, 6, 4), (3, 3, 2), {"padding_after": (1, 1, 1)}, (2, 4, 2)),
+        (
+            "conv3d",
+            (1, 6, 7, 6, 4),
+            (3, 3, 3),
+            {"stride": (2, 1, 1), "dilation": (2, 1, 1), "padding_before": (1, 1, 1)},
+            (1, 4, 2),
+        ),
+    ],
+)
+def test_one_to_three_axes(kind, x, kernel, attributes, tile, tmp_path):
+    segment = depthwise_segment(*TAIL, kind=kind, channels=x[1], **attributes)
+    sizes = sizes_of(segment, x, (x[1], 1, *kernel))
+    assert is_served(segment, sizes)
+    assert error_on_the_cpu(segment, sizes, tile, tmp_path).largest < 1e-6
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_every_activation_is_torchs_and_keeps_nans(kind, tmp_path):
+    segment = depthwise_segment(BIAS, Operation(kind, None, ATTRIBUTES.get(kind, ())), channels=4, **SAME)
+    sizes = sizes_of(segment, (2, 4, 6, 6), (4, 1, 3, 3))
+    operands = accuracy.generated_operands(segment, sizes, 5, CPU)
+    operands["x"] *= 5  # beyond where relu6 and hardswish bend
+    operands["x"][0, 1, 2, 3] = torch.nan
+    found = run_on_the_cpu(segment, sizes, (1, 4, 2), tmp_path, operands)
+    expected = accuracy.reference(segment, operands)
+    assert expected.isnan().sum() == 9
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "rms"), [("float16", "fp16", 3e-4), ("bfloat16", "bf16", 2.4e-3)]
+)
+def test_half_precision_is_summed_in_single(dtype, precision, rms, tmp_path):
+    tail = (BIAS, Operation("scale", "scale"), Operation("shift", "shift"), Operation("relu"), ADD)
+    segment = depthwise_segment(*tail, dtype=dtype, precision=precision, **SAME)
+    sizes = sizes_of(segment, (2, 6, 9, 8), (6, 1, 3, 3))
+    assert error_on_the_cpu(segment, sizes, (2, 4, 2), tmp_path).rms < rms
+
+
+def test_weights_are_prepared_once():
+    segment = depthwise_segment(dtype="float16", precision="fp16")
+    sizes = sizes_of(segment, (1, 6, 9, 8), (6, 1, 3, 5))
+    operands = accuracy.generated_operands(segment, sizes, 5, CPU)
+    seen = []
+
+    class Kernel:
+        def run(self, given, workspace, out=None):
+            seen.append(given["w"])
+
+    plan = DepthwisePlan(Kernel(), sizes["w"])
+    prepared = plan.prepare(operands)
+    plan.run(operands, None)
+    plan.run(prepared, None)
+    assert prepared["w"].is_contiguous()
+    assert prepared["w"].dtype == torch.float32
+    assert torch.equal(prepared["w"].t().reshape(6, 1, 3, 5), operands["w"].float())
+    assert torch.equal(seen[0], prepared["w"])
+    assert seen[1] is prepared["w"]
+
+
+def test_only_depthwise_convolutions_with_few_taps_are_served():
+    engine = DepthwiseEngine(CPU)
+
+    def candidates(groups, w, x=(1, 6, 20, 20)):
+        segment = conv_segment(groups=groups)
+        return engine.candidates(segment, sizes_of(segment, x, w))
+
+    found = candidates(6, (6, 1, 7, 7))
+    assert [c.label() for c in found] == [f"depthwise:{FORM}:{p}x{q}x{v}" for p, q, v in TILES]
+    assert MAX_TAPS < 81
+    for groups, w in ((6, (6, 1, 9, 9)), (6, (12, 1, 3, 3)), (3, (6, 2, 3, 3)), (1, (6, 6, 3, 3))):
+        assert candidates(groups, w) == []
+    assert candidates(1, (1, 1, 3, 3), x=(1, 1, 20, 20)) == []
+    transposed = conv_segment(kind="conv_transpose2d", groups=6)
+    assert not is_served(transposed, sizes_of(transposed, (1, 6, 5, 5), (6, 1, 3, 3)))
+    segment = depthwise_segment()
+    sizes = sizes_of(segment, (1, 6, 20, 20), (6, 1, 3, 3))
+    assert is_served(segment, sizes)
+    assert engine.candidates(segment, sizes, "another") == []
+    for x, y in (("float32", "float16"), ("float32", "float32")):
+        layout = "channels_last" if x != y else "row_major"
+        operands = (
+            Operand("x", x, layout, "input"),
+            segment.operands[1],
+            Operand("y", y, layout, "output"),
+        )
+        object.__setattr__(segment, "operands", operands)
+        assert not is_served(segment, sizes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float32", "fp32"), ("float16", "fp16"), ("bfloat16", "bf16")]
+)
+def test_every_tile_compiles_for_an_h200(dtype, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    activations = tuple(Operation(kind, None, ATTRIBUTES.get(kind, ())) for kind in ACTIVATIONS)
+    segment = depthwise_segment(*TAIL, *activations, dtype=dtype, precision=precision, **SAME)
+    sizes = sizes_of(segment, (2, 6, 9, 8), (6, 1, 3, 3))
+    engine = DepthwiseEngine(CPU)
+    for candidate in engine.candidates(segment, sizes):
+        built = engine.build(segment, sizes, candidate)
+        assert built.candidate == candidate
+        assert built.blob is not None
+        kernels = Kernels.from_bytes(built.blob)
+        assert kernels.code[0][:4] == b"\x7fELF"
+        (launch,) = kernels.launches
+        assert (launch.name, len(launch.arguments), launch.block) == ("depthwise", 5, (128, 1, 1))
+
+
+def test_what_does_not_compile_is_rejected_with_the_compilers_words():
+    with pytest.raises(CandidateRejectedError, match=r"not compiled for sm_90: .*error.*nothing"):
+        depthwise.compiled("nothing", (9, 0))
+    with pytest.raises(CandidateRejectedError, match=r"not compiled for sm_12"):
+        depthwise.compiled("", (1, 2))
+
+
+def test_tiles_are_of_the_outputs_size():
+    def of(channels, rows, columns):
+        return depthwise.tiles({"x": (1, channels, 9, 9), "y": (1, channels, rows, columns)})
+
+    assert of(6, 14, 14) == list(TILES)
+    assert of(6, 1, 1) == [(1, 1, 2)]
+    assert of(6, 1, 8) == [(1, 1, 2), (1, 4, 2), (1, 8, 2), (1, 14, 2)]
+    assert {vector for *_, vector in of(5, 14, 14)} == {1}
+    assert len(set(of(5, 14, 14))) == len(of(5, 14, 14))
+
+
+def test_a_thread_for_each_tile_and_pair_of_channels():
+    segment = depthwise_segment(channels=6)
+    sizes = sizes_of(segment, (2, 6, 9, 200), (6, 1, 3, 3))  # y is [2, 6, 7, 198]
+    blocks, *_ = depthwise._launch(segment, sizes, (2, 4, 2)).grid
+    assert blocks == -(-2 * 3 * 4 * 50 // 128)
+    segment = depthwise_segment(kind="conv3d", channels=6)
+    sizes = sizes_of(segment, (2, 6, 5, 9, 200), (6, 1, 2, 3, 3))
+    assert depthwise._launch(segment, sizes, (2, 4, 2)).grid == (-(-2 * 4 * 3 * 4 * 50 // 128), 1, 1)
