@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -249,7 +250,8 @@ def test_what_does_not_compile_is_rejected_with_the_compilers_words():
 
 def test_tiles_are_of_the_outputs_size():
     def of(channels, rows, columns):
-        return depthwise.tiles({"x": (1, channels, 9, 9), "y": (1, channels, rows, columns)})
+        sizes = {"x": (1, channels, 9, 9), "w": (channels, 1, 3, 3), "y": (1, channels, rows, columns)}
+        return depthwise.tiles(conv_segment(groups=channels).operations[0], sizes)
 
     assert of(6, 14, 14) == list(TILES)
     assert of(6, 1, 1) == [(1, 1, 2)]
@@ -266,3 +268,34 @@ def test_a_thread_for_each_tile_and_pair_of_channels():
     segment = depthwise_segment(kind="conv3d", channels=6)
     sizes = sizes_of(segment, (2, 6, 5, 9, 200), (6, 1, 2, 3, 3))
     assert depthwise._launch(segment, sizes, (2, 4, 2)).grid == (-(-2 * 4 * 3 * 4 * 50 // 128), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "kernel", "attributes", "most"),
+    [
+        ("conv1d", (1, 6, 9000), (3,), {"dilation": (64,)}, 0),
+        ("conv1d", (1, 6, 9000), (3,), {"dilation": (60,)}, 8),
+        ("conv1d", (1, 6, 9000), (64,), {"dilation": (32,)}, 0),
+        ("conv2d", (1, 6, 900, 900), (3, 3), {"dilation": (18, 18)}, 14),
+        ("conv2d", (1, 6, 900, 900), (7, 7), {"stride": (16, 16)}, 8),
+        ("conv2d", (1, 6, 900, 9), (3, 3), {"dilation": (400, 1)}, 0),
+    ],
+)
+def test_a_thread_reaches_no_further_than_compiles_in_time(kind, x, kernel, attributes, most):
+    """NVRTC takes 46 s for three taps 2,048 apart, and has no time limit."""
+    segment = depthwise_segment(kind=kind, **attributes)
+    sizes = sizes_of(segment, x, (6, 1, *kernel))
+    found = depthwise.tiles(segment.operations[0], sizes)
+    assert max((q for _, q, _ in found), default=0) == most
+    assert len(DepthwiseEngine(CPU).candidates(segment, sizes)) == len(found)
+
+
+@pytest.mark.parametrize("missing", ["cuda", "cuda.bindings", "cuda.bindings.nvrtc"])
+def test_without_cuda_python_nothing_is_built(missing, monkeypatch):
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.nvrtc"):
+        if name.startswith(missing):
+            monkeypatch.setitem(sys.modules, name, None)
+    if missing == "cuda.bindings.nvrtc":
+        monkeypatch.delattr("cuda.bindings.nvrtc", raising=False)
+    with pytest.raises(CandidateRejectedError, match="cuda-python is not installed"):
+        depthwise.compiled("", (9, 0))

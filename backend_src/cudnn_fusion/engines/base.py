@@ -83,6 +83,22 @@ class Preparing(Protocol):
         ...
 
 
+ALIGNMENT_BYTES = 16
+"""What kernels assume of every buffer that they load several elements of at once; none checks it."""
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of the same strides where it starts between two multiples of `ALIGNMENT_BYTES`.
+
+    What lies between and behind the elements of the copy is zero, as padded layouts need it.
+    """
+    if tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    copy = tensor.new_zeros(-(-spanned // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    return copy.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
 class Engine(Protocol):
     """Builds and loads plans for segments at given sizes."""
 

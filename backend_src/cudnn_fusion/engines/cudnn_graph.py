@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes, one_line
+from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes, aligned, one_line
 from cudnn_fusion.engines.cudnn_operations import append
 from cudnn_fusion.engines.folding import Folding, foldings
 from cudnn_fusion.evaluate import pointwise
@@ -38,9 +38,6 @@ from cudnn_fusion.segment import (
     packed_strides,
     padded_dims,
 )
-
-ALIGNMENT_BYTES = 16
-"""What cuDNN assumes of every buffer; `execute` does not check it."""
 
 PLANS_PER_FORM = (48, 24, 8)
 """How many plans of each convolution form are candidates: winners sit far down the lists of fused forms.
@@ -369,7 +366,7 @@ class CudnnPlan:
         if out is None or self.tail:
             head_out = empty(self.out_dims, "channels_last", x.dtype, x.device)
         assert head_out is not None
-        buffers = [_aligned(operands[name]) for name in self.names[:-1]]
+        buffers = [aligned(operands[name]) for name in self.names[:-1]]
         pointers = [*(buffer.data_ptr() for buffer in buffers), head_out.data_ptr()]
         self.graph.execute(pointers, workspace, self.engine.stream_handle(), tensor_uids=self.uids)
         if not self.tail:
@@ -470,10 +467,6 @@ def _form_named(segment: Segment, sizes: Sizes, name: str) -> _Form:
 def _data_type(dtype: str) -> Any:
     names = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
     return getattr(_cudnn().data_type, names[dtype])
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
 def _freeze(sizes: Sizes) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -9,7 +9,6 @@ Sources of facts: NVRTC documentation (options, supported architectures, predefi
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -49,6 +48,8 @@ TILES: tuple[Tile, ...] = (
 have multiples of 7 columns."""
 MAX_TAPS = 64
 """Positions of the kernel: each is written out in the code."""
+MAX_SPAN = 128
+"""Rows or columns of the input that a thread may reach: the compiler's time grows with their square."""
 
 _BLOCK = 128
 _TYPES = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat"}
@@ -80,7 +81,8 @@ class DepthwiseEngine:
         """One for each of `TILES`, for what `is_served` names; if they are of the form ``only``."""
         if only not in (None, FORM) or not is_served(segment, sizes):
             return []
-        return [Candidate(self.name, FORM, "x".join(map(str, tile))) for tile in tiles(sizes)]
+        fitting = tiles(segment.operations[0], sizes)
+        return [Candidate(self.name, FORM, "x".join(map(str, tile))) for tile in fitting]
 
     def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
         """Compiles for these sizes. Raises CandidateRejectedError."""
@@ -139,13 +141,22 @@ def is_served(segment: Segment, sizes: Sizes) -> bool:
     )
 
 
-def tiles(sizes: Sizes) -> list[Tile]:
-    """`TILES` for these sizes: none twice the output or more, and one channel a thread where they are odd."""
+def tiles(conv: Operation, sizes: Sizes) -> list[Tile]:
+    """`TILES` for these sizes: none twice the output or more, none that reaches further than `MAX_SPAN`, and one
+    channel a thread where they are odd."""
     channels, (_, rows, columns) = sizes["x"][1], _volume(sizes[OUTPUT][2:])
+
+    def span(count: int, axis: int) -> int:
+        kernel, stride, dilation = (
+            _volume(values)[axis]
+            for values in (sizes["w"][2:], conv.attribute("stride"), conv.attribute("dilation"))
+        )
+        return (count - 1) * stride + (kernel - 1) * dilation + 1
+
     fitting = [
         (p, q, vector if channels % vector == 0 else 1)
         for p, q, vector in TILES
-        if p < 2 * rows and q < 2 * columns
+        if p < 2 * rows and q < 2 * columns and max(span(p, 1), span(q, 2)) <= MAX_SPAN
     ]
     return list(dict.fromkeys(fitting))
 
@@ -207,9 +218,10 @@ def _launch(segment: Segment, sizes: Sizes, tile: Tile) -> Launch:
 
 def compiled(text: str, capability: tuple[int, int]) -> bytes:
     """Machine code for a compute capability. Raises CandidateRejectedError."""
-    if importlib.util.find_spec("cuda.bindings.nvrtc") is None:
-        raise CandidateRejectedError("cuda-python is not installed: pip install cuda-python")
-    from cuda.bindings import nvrtc
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise CandidateRejectedError("cuda-python is not installed: pip install cuda-python") from error
 
     architecture = f"sm_{capability[0]}{capability[1]}"
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cudnn_fusion.engines.base import CandidateRejectedError, Operands, Sizes, one_line
+from cudnn_fusion.engines.base import CandidateRejectedError, Operands, Sizes, aligned, one_line
 from cudnn_fusion.engines.gpu_kernels import Kernels, LoadedKernels
 from cudnn_fusion.segment import OUTPUT, Segment, empty
 
@@ -26,7 +26,7 @@ class KernelsPlan:
         self, operands: Operands, workspace: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `ReadyPlan.run`."""
-        buffers = [operands[name] for name in self.names]
+        buffers = [aligned(operands[name]) for name in self.names]
         device = buffers[0].device
         if out is None:
             out = empty(self.out_dims, self.out_layout, self.out_dtype, device)
@@ -42,6 +42,9 @@ def load_kernels(segment: Segment, sizes: Sizes, blob: bytes | None) -> KernelsP
         raise CandidateRejectedError("a plan of kernels without its blob")
     try:
         kernels = Kernels.from_bytes(blob)
+        known = len(segment.inputs) + 2  # the output and the intermediate values follow the inputs
+        if any((a.buffer or 0) >= known for launch in kernels.launches for a in launch.arguments):
+            raise ValueError(f"a kernel reads a buffer beyond the {known} that there are")
         loaded = LoadedKernels(kernels)
     except (ValueError, RuntimeError) as error:
         raise CandidateRejectedError(f"not loaded: {one_line(error)}") from error
