@@ -142,8 +142,8 @@ def is_served(segment: Segment, sizes: Sizes) -> bool:
 
 
 def tiles(conv: Operation, sizes: Sizes) -> list[Tile]:
-    """`TILES` for these sizes: none twice the output or more, none that reaches further than `MAX_SPAN`, and one
-    channel a thread where they are odd."""
+    """`TILES` for these sizes: none twice the output or more, none that reaches further than `MAX_SPAN`,
+    and one channel a thread where they are odd."""
     channels, (_, rows, columns) = sizes["x"][1], _volume(sizes[OUTPUT][2:])
 
     def span(count: int, axis: int) -> int:
