@@ -121,9 +121,8 @@ class Builders:
 def _tasks(engine: _Builder, segment: Segment, sizes: Sizes) -> list[_Task]:
     if isinstance(engine, CudnnEngine):
         return [(form, part) for form in form_names(segment, sizes) for part in range(PARTS)]
-    candidates = engine.candidates(segment, sizes)
-    forms = dict.fromkeys(candidate.form for candidate in candidates)
-    return [(form, part) for form in forms for part in range(min(PARTS, len(candidates)))]
+    # The others have one form.
+    return [(c.form, part) for part, c in enumerate(engine.candidates(segment, sizes)[:PARTS])]
 
 
 def _key(name: str, segment: Segment, sizes: Mapping[str, Dims], task: _Task) -> _Key:

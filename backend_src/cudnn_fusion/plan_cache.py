@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cudnn_fusion import accuracy
-from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Engine, ReadyPlan, Sizes, one_line
+from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, ReadyPlan, Sizes, one_line
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM, TorchEngine
 from cudnn_fusion.environment import Compatibility, Provenance, compare
 from cudnn_fusion.plan import Candidate, Plan, PlanKey
@@ -35,7 +35,7 @@ from cudnn_fusion.segment import Segment
 ORIGINS = ("exact", "recipe", "heuristic", "reference")
 """Best first."""
 
-OF_KERNELS = ("depthwise", "inductor")
+OF_KERNELS = frozenset({"depthwise", "inductor"})
 """Engines whose blob is machine code and its launches, whatever library versions are about."""
 
 MAX_KNOWN = 2048
@@ -133,19 +133,23 @@ class PlanCache:
         if first is not None and first.engine == "torch":
             return BuiltPlan(first, None, 0)
         if first is not None and first.engine in OF_KERNELS:
-            key = request.segment.key(request.sizes, accuracy.VALIDATION)
-            for store in self.stores:
-                for other, plan in store.find_elsewhere(self.compatibility, key):
+            kernels = self._kernels_elsewhere(request.segment.key(request.sizes, accuracy.VALIDATION))
+            if kernels is not None:
+                return kernels
+        return (
+            BuiltPlan(Candidate("torch", REFERENCE_FORM), None, 0)
+            if isinstance(request.segment, Region)
+            else None
+        )
+
+    def _kernels_elsewhere(self, key: PlanKey) -> BuiltPlan | None:
+        capability, usable = self.compatibility.compute_capability, OF_KERNELS & self.engines.keys()
+        for store in self.stores:
+            for other, plan in store.find_elsewhere(self.compatibility, key):
+                if plan.candidate.engine in usable and other.compute_capability == capability:
                     found = store.find(other, key)
-                    runs = (
-                        plan.candidate.engine in OF_KERNELS
-                        and plan.candidate.engine in self.engines
-                        and other.compute_capability == self.compatibility.compute_capability
-                    )
-                    if runs and isinstance(found, Found):
+                    if isinstance(found, Found):
                         return BuiltPlan(plan.candidate, found.blob, plan.workspace_bytes)
-        if isinstance(request.segment, Region):
-            return BuiltPlan(Candidate("torch", REFERENCE_FORM), None, 0)
         return None
 
     def accept(self, request: PlanRequest, answer: BuiltPlan | str) -> None:
@@ -208,7 +212,7 @@ class PlanCache:
         try:
             ready = engine.load(segment, sizes, plan.candidate, blob, plan.workspace_bytes)
             result = run_once(ready, segment, sizes, plan.sampled.seed, self.device)
-        except (CandidateRejectedError, RuntimeError, ValueError, TypeError) as error:
+        except FAILURES as error:
             return f"does not run: {one_line(error)}"
         refusal = accuracy.compare_sampled(result, plan.sampled, plan.torch_error, segment.precision)
         if refusal:
@@ -230,7 +234,7 @@ class PlanCache:
             torch_result = run_once(
                 self.reference(segment, sizes, "").ready, segment, sizes, seed, self.device
             )
-        except (CandidateRejectedError, RuntimeError, ValueError, TypeError) as error:
+        except FAILURES as error:
             return f"does not run: {one_line(error)}"
         sampled = accuracy.sampled_reference(segment, sizes, seed, self.device)
         expected = torch.tensor(sampled.values, dtype=torch.float64)

@@ -237,6 +237,13 @@ def is_packed(tensor: torch.Tensor, layout: str) -> bool:
     )
 
 
+def spanned(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to behind its last, those that lie between them included."""
+    if not tensor.numel():
+        return 0
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
 def to_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """The tensor itself when it already lies as ``layout`` says, else a packed copy."""
     if is_packed(tensor, layout):

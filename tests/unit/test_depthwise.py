@@ -77,7 +77,7 @@ class CpuKernel:
         )
         source, library = folder / "kernel.cpp", folder / "kernel.so"
         source.write_text(BEFORE + text + after)
-        options = ("-O1", "-w", "-mf16c", "-shared", "-fPIC", "-o")
+        options = ("-O0", "-w", "-mf16c", "-shared", "-fPIC", "-o")
         subprocess.run([compiler, *options, library, source], check=True)
         self.function = ctypes.CDLL(str(library)).run
         self.segment, self.launch = segment, depthwise._launch(segment, sizes, tile)

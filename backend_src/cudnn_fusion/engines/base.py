@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from cudnn_fusion.plan import Candidate
-from cudnn_fusion.segment import Dims, Segment
+from cudnn_fusion.segment import Dims, Segment, spanned
 
 Sizes = Mapping[str, Dims]
 Operands = Mapping[str, torch.Tensor]
@@ -94,8 +94,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.data_ptr() % ALIGNMENT_BYTES == 0:
         return tensor
-    spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    copy = tensor.new_zeros(-(-spanned // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    copy = tensor.new_zeros(-(-spanned(tensor) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     return copy.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 

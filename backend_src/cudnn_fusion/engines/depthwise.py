@@ -21,13 +21,7 @@ from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operand
 from cudnn_fusion.engines.gpu_kernels import Argument, Kernels, Launch
 from cudnn_fusion.engines.kernels_plan import KernelsPlan, load_kernels
 from cudnn_fusion.plan import Candidate
-from cudnn_fusion.segment import (
-    CHANNELS_LAST,
-    OUTPUT,
-    TRANSPOSED,
-    Operation,
-    Segment,
-)
+from cudnn_fusion.segment import CHANNELS_LAST, OUTPUT, TRANSPOSED, Operation, Segment
 
 FORM = "direct"
 Tile = tuple[int, int, int]
@@ -86,11 +80,10 @@ class DepthwiseEngine:
 
     def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
         """Compiles for these sizes. Raises CandidateRejectedError."""
-        p, q, vector = (int(size) for size in candidate.plan_name.split("x"))
-        capability = torch.cuda.get_device_capability(self.device)
-        code = compiled(source(segment, sizes, (p, q, vector)), capability)
-        blob = Kernels((_launch(segment, sizes, (p, q, vector)),), (code,), 0).to_bytes()
-        return BuiltPlan(candidate, blob, 0)
+        p, q, vector = map(int, candidate.plan_name.split("x"))
+        tile = p, q, vector
+        code = compiled(source(segment, sizes, tile), torch.cuda.get_device_capability(self.device))
+        return BuiltPlan(candidate, Kernels((_launch(segment, sizes, tile),), (code,), 0).to_bytes(), 0)
 
     def load(
         self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
@@ -137,7 +130,6 @@ def is_served(segment: Segment, sizes: Sizes) -> bool:
         and groups == w[0] == sizes["x"][1]
         and math.prod(w[2:]) <= MAX_TAPS
         and all(o.layout == CHANNELS_LAST for o in segment.operands if o.role != "weight")
-        and all(op.kind in _ACTIVATIONS or op.operand for op in segment.operations)
     )
 
 
@@ -145,18 +137,16 @@ def tiles(conv: Operation, sizes: Sizes) -> list[Tile]:
     """`TILES` for these sizes: none twice the output or more, none that reaches further than `MAX_SPAN`,
     and one channel a thread where they are odd."""
     channels, (_, rows, columns) = sizes["x"][1], _volume(sizes[OUTPUT][2:])
+    per_axis = (_volume(v) for v in (sizes["w"][2:], conv.attribute("stride"), conv.attribute("dilation")))
+    _, on_rows, on_columns = zip(*per_axis, strict=True)
 
-    def span(count: int, axis: int) -> int:
-        kernel, stride, dilation = (
-            _volume(values)[axis]
-            for values in (sizes["w"][2:], conv.attribute("stride"), conv.attribute("dilation"))
-        )
+    def span(count: int, kernel: int, stride: int, dilation: int) -> int:
         return (count - 1) * stride + (kernel - 1) * dilation + 1
 
     fitting = [
         (p, q, vector if channels % vector == 0 else 1)
         for p, q, vector in TILES
-        if p < 2 * rows and q < 2 * columns and max(span(p, 1), span(q, 2)) <= MAX_SPAN
+        if p < 2 * rows and q < 2 * columns and max(span(p, *on_rows), span(q, *on_columns)) <= MAX_SPAN
     ]
     return list(dict.fromkeys(fitting))
 

@@ -23,6 +23,7 @@ import torch
 
 from cudnn_fusion.cuda_graphs import NotAChainError, checked, driver, in_order
 from cudnn_fusion.records import canonical_json, record_from_json, record_to_json
+from cudnn_fusion.segment import spanned
 
 MAX_KERNELS = 64
 """More than this are not worth keeping: torch compiles a region into a few kernels."""
@@ -178,10 +179,7 @@ class _Scratch:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    if not tensor.numel():
-        return tensor.data_ptr(), tensor.data_ptr()
-    spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + spanned * tensor.element_size()
+    return tensor.data_ptr(), tensor.data_ptr() + spanned(tensor) * tensor.element_size()
 
 
 def _within(address: int, extent: tuple[int, int]) -> bool:
