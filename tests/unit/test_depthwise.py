@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import CPU, conv_segment, sizes_of
+from programs import CPU, conv_segment, program_of, sizes_of
+from torch import nn
 
 from cudnn_fusion import accuracy
 from cudnn_fusion.engines import depthwise
 from cudnn_fusion.engines.base import CandidateRejectedError
 from cudnn_fusion.engines.depthwise import FORM, MAX_TAPS, TILES, DepthwiseEngine, DepthwisePlan, is_served
-from cudnn_fusion.engines.gpu_kernels import Kernels
+from cudnn_fusion.engines.gpu_kernels import Kernels, Launch
+from cudnn_fusion.partition import partition
+from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import ACTIVATIONS, Operand, Operation
 
 SAME = {"padding_before": (1, 1), "padding_after": (1, 1)}
@@ -299,3 +302,18 @@ def test_without_cuda_python_nothing_is_built(missing, monkeypatch):
         monkeypatch.delattr("cuda.bindings.nvrtc", raising=False)
     with pytest.raises(CandidateRejectedError, match="cuda-python is not installed"):
         depthwise.compiled("", (9, 0))
+
+
+def test_a_plan_that_no_depthwise_convolution_has_is_not_loaded(monkeypatch):
+    engine = DepthwiseEngine(CPU)
+    candidate = Candidate("depthwise", FORM, "1x1x2")
+    monkeypatch.setattr("cudnn_fusion.engines.kernels_plan.LoadedKernels", lambda kernels: kernels)
+    launch = Launch(0, "k", (1, 1, 1), (1, 1, 1), 0, ())
+    segment = depthwise_segment()
+    sizes = sizes_of(segment, (1, 6, 9, 9), (6, 1, 3, 3))
+    assert engine.load(segment, sizes, candidate, Kernels((launch,), (b"",), 0).to_bytes(), 0)
+    with pytest.raises(CandidateRejectedError, match="needs a workspace"):
+        engine.load(segment, sizes, candidate, Kernels((launch,), (b"",), 64).to_bytes(), 0)
+    (region,) = partition(program_of(nn.MaxPool2d(2)), with_regions=True).sites
+    with pytest.raises(CandidateRejectedError, match="for what is none"):
+        engine.load(region.segment, {"y": (1, 3, 4, 4)}, candidate, b"", 0)

@@ -65,3 +65,20 @@ def test_a_record_that_reads_beyond_the_buffers_is_refused():
     launch = Launch(0, "k", (1, 1, 1), (1, 1, 1), 0, (Argument(None, 4),))  # x, w, y and scratch are 0 to 3
     with pytest.raises(CandidateRejectedError, match="beyond the 4"):
         load_kernels(segment, sizes, Kernels((launch,), (b"",), 0).to_bytes())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"grid": (2**31, 1, 1)},
+        {"grid": (1, 2**40, 1)},
+        {"block": (1, 1, 2**32)},
+        {"shared_bytes": 2**40},
+    ],
+)
+def test_a_launch_that_the_driver_cannot_be_asked_for_is_refused(sizes):
+    given = {"grid": (2**31 - 1, 1, 1), "block": (1, 1, 1), "shared_bytes": 0}
+    assert Kernels.from_bytes(Kernels((Launch(0, "k", arguments=(), **given),), (b"",), 0).to_bytes())
+    launch = Launch(0, "k", arguments=(), **{**given, **sizes})
+    with pytest.raises(ValueError, match="beyond what a launch can state"):
+        Kernels.from_bytes(Kernels((launch,), (b"",), 0).to_bytes())

@@ -89,7 +89,12 @@ class DepthwiseEngine:
         self, segment: Segment, sizes: Sizes, candidate: Candidate, blob: bytes | None, workspace_bytes: int
     ) -> DepthwisePlan:
         """Loads the machine code. Raises CandidateRejectedError."""
-        return DepthwisePlan(load_kernels(segment, sizes, blob), tuple(sizes["w"]))
+        if not is_served(segment, sizes):
+            raise CandidateRejectedError("a plan of a depthwise convolution for what is none")
+        kernel = load_kernels(segment, sizes, blob)
+        if kernel.workspace_bytes:
+            raise CandidateRejectedError("a plan of a depthwise convolution that needs a workspace")
+        return DepthwisePlan(kernel, tuple(sizes["w"]))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ MAX_KERNELS = 64
 _ALIGNMENT_BYTES = 512
 _FORMAT = 1
 _POINTER_BYTES = 8
+_MOST = (1 << 31) - 1
+"""The largest number that the driver's launch takes, by CUDA's technical specifications: blocks along x."""
 _LOWEST_ADDRESS = 1 << 32
 """Device addresses are above it; sizes that a kernel gets as numbers are below."""
 
@@ -109,6 +111,8 @@ def _check(launch: Launch, codes: int) -> None:
         raise ValueError(f"{launch.name} is code {launch.code} of {codes}")
     if min((*launch.grid, *launch.block)) < 1 or launch.shared_bytes < 0:
         raise ValueError(f"{launch.name} has a negative or empty grid, block or shared memory")
+    if max((*launch.grid, *launch.block, launch.shared_bytes)) > _MOST:
+        raise ValueError(f"{launch.name} has a grid, block or shared memory beyond what a launch can state")
     for argument in launch.arguments:
         if (argument.constant is None) == (argument.buffer is None):
             raise ValueError(f"{launch.name} has an argument that is not one of a constant and a buffer")
