@@ -21,6 +21,7 @@ from cudnn_fusion.engines.base import FAILURES, BuiltPlan, Engine, Sizes, one_li
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine, form_names
 from cudnn_fusion.engines.depthwise import DepthwiseEngine
 from cudnn_fusion.engines.inductor import InductorEngine
+from cudnn_fusion.engines.stem import StemEngine
 from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import Dims, Segment
 
@@ -29,12 +30,12 @@ _LOG = logging.getLogger(__name__)
 Built = tuple[str, BuiltPlan | str]
 """A candidate's label, and what was built of it or the reason why nothing was."""
 
-MAX_WORKERS = {CudnnEngine.name: 16, DepthwiseEngine.name: 4, InductorEngine.name: 4}
+MAX_WORKERS = {CudnnEngine.name: 16, DepthwiseEngine.name: 4, InductorEngine.name: 4, StemEngine.name: 4}
 """Processes for each engine; one for torch's compiler takes seconds to start and much memory."""
 PARTS = 4
 """A form's candidates are built in so many tasks: compiling forty kernels one by one takes half a minute."""
 
-_Builder = CudnnEngine | DepthwiseEngine | InductorEngine
+_Builder = CudnnEngine | DepthwiseEngine | InductorEngine | StemEngine
 _Task = tuple[str, int]
 """A form, and which part of its candidates."""
 _Key = tuple[str, str, _Task, tuple[tuple[str, Dims], ...]]
@@ -72,6 +73,7 @@ class Builders:
             CudnnEngine.name: CudnnEngine(device),
             DepthwiseEngine.name: DepthwiseEngine(device),
             InductorEngine.name: InductorEngine(device),
+            StemEngine.name: StemEngine(device),
         }
         self._device = device
         cores = max(1, (os.cpu_count() or 2) - 1)
@@ -134,6 +136,8 @@ def _worker_engine(name: str, device_index: int) -> _Builder:
     device = torch.device("cuda", device_index)
     if name == DepthwiseEngine.name:
         return DepthwiseEngine(device)
+    if name == StemEngine.name:
+        return StemEngine(device)
     if name == InductorEngine.name:
         torch.cuda.set_device(device)
         return InductorEngine(device)

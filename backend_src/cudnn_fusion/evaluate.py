@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from cudnn_fusion.regions import Region, evaluate_region
-from cudnn_fusion.segment import TRANSPOSED, Operation, Segment, image_operation
+from cudnn_fusion.segment import POOL, TRANSPOSED, Operation, Segment, image_operation
 
 Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Operation], torch.Tensor]
 
@@ -62,6 +62,10 @@ def pointwise(
     if operation.operand is not None:
         operand = operands[operation.operand]
         return value * operand if operation.kind == "scale" else value + operand
+    if operation.kind == POOL:
+        windows = (operation.attribute(name) for name in ("kernel", "stride", "padding"))
+        result: torch.Tensor = F.max_pool2d(value, *windows)
+        return result
     if operation.kind == "leaky_relu":
         return F.leaky_relu(value, operation.attribute("negative_slope"))
     if operation.kind == "elu":

@@ -20,6 +20,7 @@ from cudnn_fusion.engines.base import Engine
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.engines.depthwise import DepthwiseEngine
 from cudnn_fusion.engines.inductor import InductorEngine
+from cudnn_fusion.engines.stem import StemEngine
 from cudnn_fusion.engines.torch_eager import TorchEngine, configure
 from cudnn_fusion.environment import (
     Compatibility,
@@ -93,6 +94,7 @@ def place(device: torch.device) -> Place:
         engines["cudnn"] = CudnnEngine(device)
         engines["inductor"] = InductorEngine(device)
         engines["depthwise"] = DepthwiseEngine(device)
+        engines["stem"] = StemEngine(device)
         return Place(device, engines, cuda_compatibility(device.index or 0), findings)
     return Place(device, engines, Compatibility("cuda", torch.cuda.get_device_name(device)), findings)
 

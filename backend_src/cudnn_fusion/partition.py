@@ -18,7 +18,9 @@ from cudnn_fusion.segment import (
     ACTIVATIONS,
     CHANNELS_LAST,
     FLOATING,
+    MAX_STEM_CHANNELS,
     PADDED,
+    POOL,
     TRANSPOSED,
     Attribute,
     Dims,
@@ -206,6 +208,12 @@ class _Partitioner:
         node = self.values.only_user(chain.end.name)
         if node is None or node.name in self.covered or node.dtype != chain.end.dtype:
             return False
+        if chain.has(POOL):
+            return False
+        pool = self._pool_behind_stem(node, chain)
+        if pool is not None:
+            chain.take(node, pool, None, "", str(node.dtype))
+            return True
         dtype = cast(str, node.dtype)
         activation = _activation(node)
         if activation is not None and not chain.has(*ACTIVATIONS):
@@ -228,6 +236,16 @@ class _Partitioner:
             chain.take(node, Operation("add", "residual"), other, "input", dtype)
             return True
         return False
+
+    def _pool_behind_stem(self, node: Node, chain: _Chain) -> Operation | None:
+        """A max-pool that the engine for first convolutions does in its kernel, whose output is then never
+        written: half precision on a GPU, see `cudnn_fusion.engines.stem`."""
+        conv = chain.operations[0]
+        channels = self.program.weights[chain.values["w"]].shape[1]
+        few = conv.kind == "conv2d" and conv.attribute("groups") == 1 and channels <= MAX_STEM_CHANNELS
+        if not (self.with_regions and few and node.op == "aten.max_pool2d.default" and not chain.has("add")):
+            return None
+        return _max_pool(node) if node.dtype in ("float16", "bfloat16") else None
 
     def _leads_to_region(self, node: Node) -> bool:
         """Whether scales and shifts from ``node`` on end in an operation of a region.
@@ -310,6 +328,24 @@ def _activation(node: Node) -> Operation | None:
         (approximate,) = _settings(node, approximate="none")
         return Operation("gelu_tanh" if approximate == "tanh" else "gelu")
     return None
+
+
+def _max_pool(node: Node) -> Operation | None:
+    """The operation of a max-pool whose windows leave out nothing; None for another."""
+    kernel, stride, padding, dilation, ceil_mode = (
+        _pair(value) if isinstance(value, (int, tuple)) and not isinstance(value, bool) else value
+        for value in _settings(node, kernel_size=None, stride=(), padding=0, dilation=1, ceil_mode=False)
+    )
+    if dilation != (1, 1) or ceil_mode or references((kernel, stride, padding)):
+        return None
+    sizes = (("kernel", kernel), ("stride", stride or kernel), ("padding", padding))
+    return Operation(POOL, None, cast(tuple[tuple[str, Attribute], ...], sizes))
+
+
+def _pair(sizes: Argument) -> Argument:
+    """Two sizes, of one that holds for both axes or of two."""
+    both = sizes if isinstance(sizes, tuple) else (sizes,)
+    return both * 2 if len(both) == 1 else both
 
 
 def _settings(node: Node, **defaults: Argument) -> tuple[Argument, ...]:

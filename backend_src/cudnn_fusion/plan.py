@@ -30,7 +30,7 @@ __all__ = [
     "sha256_hex",
 ]
 
-ENGINES = ("cudnn", "depthwise", "inductor", "torch")
+ENGINES = ("cudnn", "depthwise", "inductor", "stem", "torch")
 CHECKED_ON = ("samples", "generated", "none")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")

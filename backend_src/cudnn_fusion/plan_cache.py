@@ -35,7 +35,7 @@ from cudnn_fusion.segment import Segment
 ORIGINS = ("exact", "recipe", "heuristic", "reference")
 """Best first."""
 
-OF_KERNELS = frozenset({"depthwise", "inductor"})
+OF_KERNELS = frozenset({"depthwise", "inductor", "stem"})
 """Engines whose blob is machine code and its launches, whatever library versions are about."""
 
 MAX_KNOWN = 2048

@@ -18,6 +18,8 @@ add               value + residual                                            [N
 an activation     one of `ACTIVATIONS`; ``leaky_relu`` has the attribute      none
                   ``negative_slope``, ``elu`` has ``alpha``; ``gelu`` is
                   exact, ``gelu_tanh`` its approximation
+max_pool2d        the largest of each window, last in its chain; attributes   none
+                  ``kernel``, ``stride`` and ``padding``, two sizes each
 ================  ==========================================================  ==========
 
 Dimensions are logical (N, C, then the spatial axes); ``layout`` says how they lie in memory.
@@ -54,10 +56,13 @@ ACTIVATIONS = (
 )
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", *TRANSPOSED)
+POOL = "max_pool2d"
 OUTPUT = "y"
 CHANNELS_LAST = "channels_last"
 PADDED = "channels_last_padded"
 ROW_MAJOR = "row_major"
+MAX_STEM_CHANNELS = 4
+"""Channels of an image that is a network's input: a max-pool behind its convolution is in the chain."""
 FLOATING = ("float32", "float16", "bfloat16")
 """Types of values that a segment may have."""
 
@@ -128,6 +133,16 @@ class Segment:
 
     def output_dims(self, sizes: Mapping[str, Dims]) -> Dims:
         """Dimensions [N, K, P, Q] of the result, from those of ``x`` and ``w``."""
+        batch, channels, *spatial = self.convolved_dims(sizes)
+        if self.operations[-1].kind == POOL:
+            kernel, stride, padding = (
+                self.operations[-1].attribute(a) for a in ("kernel", "stride", "padding")
+            )
+            spatial = [(spatial[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1)]
+        return (batch, channels, *spatial)
+
+    def convolved_dims(self, sizes: Mapping[str, Dims]) -> Dims:
+        """Dimensions of what the convolution gives, from those of ``x`` and ``w``."""
         conv = self.operations[0]
         x, w = sizes["x"], sizes["w"]
         before, after = conv.attribute("padding_before"), conv.attribute("padding_after")

@@ -1,18 +1,15 @@
 """Depthwise convolutions: the kernel's text, run on the CPU as C++, and compiled for a GPU."""
 
-import ctypes
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from cpu_kernels import CpuKernel
 from programs import CPU, conv_segment, program_of, sizes_of
 from torch import nn
 
 from cudnn_fusion import accuracy
-from cudnn_fusion.engines import depthwise
+from cudnn_fusion.engines import cuda_source, depthwise
 from cudnn_fusion.engines.base import CandidateRejectedError
 from cudnn_fusion.engines.depthwise import FORM, MAX_TAPS, TILES, DepthwiseEngine, DepthwisePlan, is_served
 from cudnn_fusion.engines.gpu_kernels import Kernels, Launch
@@ -25,71 +22,18 @@ ATTRIBUTES = {"leaky_relu": (("negative_slope", 0.1),), "elu": (("alpha", 0.7),)
 BIAS, ADD = Operation("bias", "bias"), Operation("add", "residual")
 TAIL = (BIAS, Operation("silu"), ADD)
 
-BEFORE = """
-#include <cmath>
-#include <cstring>
-#define __global__
-#define __restrict__
-#define __launch_bounds__(threads)
-struct Index { int x; };
-static Index blockIdx, threadIdx;
-struct Half;
-struct Bfloat;
-static float widen(float value) { return value; }
-static float widen(Half value);
-static float widen(Bfloat value);
-static void narrow(float value, float& result) { result = value; }
-static void narrow(float value, Half& result);
-static void narrow(float value, Bfloat& result);
-"""
-"""What CUDA C++ has and C++ has not."""
-
-AFTER = """
-#include <immintrin.h>
-static float widen(Half value) {{ return _cvtsh_ss(value.bits); }}
-static void narrow(float value, Half& result) {{ result.bits = _cvtss_sh(value, 0); }}
-static float widen(Bfloat value) {{
-    unsigned bits = (unsigned)value.bits << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}}
-static void narrow(float value, Bfloat& result) {{
-    unsigned bits;
-    std::memcpy(&bits, &value, 4);
-    result.bits = value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}}
+RUN = """
 extern "C" void run({parameters}, int blocks, int threads) {{
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) depthwise({names});
 }}
 """
+"""Every thread of every block in turn."""
 
 
-class CpuKernel:
-    """The text compiled as C++, in the place of `KernelsPlan`: every thread of every block in turn."""
-
-    def __init__(self, segment, sizes, tile, folder: Path):
-        compiler = shutil.which("g++") or shutil.which("clang++")
-        assert compiler, "a C++ compiler is missing: it runs the kernel on the CPU (apt install g++)"
-        text = depthwise.source(segment, sizes, tile)
-        parameters = next(line for line in text.splitlines() if line.startswith("#define PARAMETERS "))
-        after = AFTER.format(
-            parameters=parameters.removeprefix("#define PARAMETERS "),
-            names=", ".join(o.name for o in segment.operands),
-        )
-        source, library = folder / "kernel.cpp", folder / "kernel.so"
-        source.write_text(BEFORE + text + after)
-        options = ("-O0", "-w", "-mf16c", "-shared", "-fPIC", "-o")
-        subprocess.run([compiler, *options, library, source], check=True)
-        self.function = ctypes.CDLL(str(library)).run
-        self.segment, self.launch = segment, depthwise._launch(segment, sizes, tile)
-
-    def run(self, operands, workspace, out):
-        pointers = [operands[o.name].data_ptr() for o in self.segment.inputs] + [out.data_ptr()]
-        (blocks, *_), (threads, *_) = self.launch.grid, self.launch.block
-        self.function(*map(ctypes.c_void_p, pointers), blocks, threads)
-        return out
+def cpu_kernel(segment, sizes, tile, folder):
+    launch = depthwise._launch(segment, sizes, tile)
+    return CpuKernel(segment, depthwise.source(segment, sizes, tile), RUN, launch, folder, "-O0")
 
 
 def depthwise_segment(*tail, kind="conv2d", channels=6, dtype="float32", precision="fp32", **attributes):
@@ -105,7 +49,7 @@ def depthwise_segment(*tail, kind="conv2d", channels=6, dtype="float32", precisi
 
 def run_on_the_cpu(segment, sizes, tile, folder, operands):
     """The plan's result, in a poisoned output."""
-    plan = DepthwisePlan(CpuKernel(segment, sizes, tile, folder), sizes["w"])
+    plan = DepthwisePlan(cpu_kernel(segment, sizes, tile, folder), sizes["w"])
     return plan.run(operands, None, accuracy.poison(segment, sizes, CPU))
 
 
@@ -246,9 +190,9 @@ def test_every_tile_compiles_for_an_h200(dtype, precision, monkeypatch):
 
 def test_what_does_not_compile_is_rejected_with_the_compilers_words():
     with pytest.raises(CandidateRejectedError, match=r"not compiled for sm_90: .*error.*nothing"):
-        depthwise.compiled("nothing", (9, 0))
+        cuda_source.compiled("some.cu", "nothing", (9, 0))
     with pytest.raises(CandidateRejectedError, match=r"not compiled for sm_12"):
-        depthwise.compiled("", (1, 2))
+        cuda_source.compiled("some.cu", "", (1, 2))
 
 
 def test_tiles_are_of_the_outputs_size():
@@ -301,7 +245,7 @@ def test_without_cuda_python_nothing_is_built(missing, monkeypatch):
     if missing == "cuda.bindings.nvrtc":
         monkeypatch.delattr("cuda.bindings.nvrtc", raising=False)
     with pytest.raises(CandidateRejectedError, match="cuda-python is not installed"):
-        depthwise.compiled("", (9, 0))
+        cuda_source.compiled("some.cu", "", (9, 0))
 
 
 def test_a_plan_that_no_depthwise_convolution_has_is_not_loaded(monkeypatch):

@@ -105,7 +105,7 @@ def test_every_part_of_a_key_changes_its_digest(change: dict[str, Any]) -> None:
         (("workspace_bytes",), 2**63, "an integer of more than 63 bits"),
         (("workspace_bytes",), -5, "0 or more"),
         (("checked_on",), "sample", "one of samples, generated, none"),
-        (("candidate", "engine"), "tensorrt", "one of cudnn, depthwise, inductor, torch"),
+        (("candidate", "engine"), "tensorrt", "one of cudnn, depthwise, inductor, stem, torch"),
         (("candidate", "knobs"), [["A"]], "has 1 items, expected 2"),
         (("candidate",), [], "expected an object"),
         (("error", "rms"), -1e-9, "0 or more"),

@@ -29,6 +29,7 @@ from cudnn_fusion.segment import (
     ACTIVATIONS,
     CONVOLUTIONS,
     OUTPUT,
+    POOL,
     TRANSPOSED,
     Dims,
     Operation,
@@ -100,12 +101,13 @@ def forms(segment: Segment, sizes: Sizes) -> list[_Form]:
 
     A convolution in groups, or a transposed one, also bare: cuDNN has more kernels for them without a bias.
     One that is a matrix product has the first two as such too. Last the whole chain with its last axis
-    folded, see `folding`. None for a segment without a convolution.
+    folded, see `folding`. A pool is left to torch. None for a segment without a convolution.
     """
     if not segment.operations:
         return []
     kinds = [op.kind for op in segment.operations]
-    heads = [len(kinds)]
+    pooled = kinds[-1] == POOL
+    heads = [len(kinds) - pooled]
     activation = next((i for i, kind in enumerate(kinds) if kind in ACTIVATIONS), None)
     if activation is not None:
         heads.append(activation + 1)
@@ -119,7 +121,7 @@ def forms(segment: Segment, sizes: Sizes) -> list[_Form]:
         found.append(_Form(segment, 1, PLANS_PER_BARE_FORM))
     if is_matmul(segment, sizes):
         found += [_Form(segment, head, PLANS_PER_MATMUL_FORM, as_matmul=True) for head in fused]
-    for folding in foldings(segment, sizes):
+    for folding in [] if pooled else foldings(segment, sizes):
         whole = len(kinds)
         found.append(_Form(folding.segment, whole, PLANS_PER_FOLDED_FORM, False, folding))
         if is_matmul(folding.segment, folding.sizes):
@@ -179,7 +181,7 @@ class CudnnEngine:
             if only not in (None, form.name):
                 continue
             try:
-                found += [candidate for _, candidate in self._planned(form, _freeze(sizes))[1]]
+                found += [candidate for _, candidate in self._planned(form, _freeze(segment, sizes))[1]]
             except CandidateRejectedError:
                 continue
         return found
@@ -189,7 +191,7 @@ class CudnnEngine:
         reasons: list[tuple[str, str]] = []
         for form in forms(segment, sizes):
             try:
-                self._planned(form, _freeze(sizes))
+                self._planned(form, _freeze(segment, sizes))
             except CandidateRejectedError as error:
                 reasons.append((form.name, str(error)))
         return reasons
@@ -198,7 +200,7 @@ class CudnnEngine:
         """Builds the plan of this name, else the one with these engine and knobs, and serializes it."""
         cudnn = _cudnn()
         form = _form_named(segment, sizes, candidate.form)
-        graph, listed = self._planned(form, _freeze(sizes))
+        graph, listed = self._planned(form, _freeze(segment, sizes))
         try:
             index = self._index(graph, listed, candidate)
             graph.build_plan_at_index(index)
@@ -237,7 +239,7 @@ class CudnnEngine:
             names=form.operands,
             uids=tuple(range(1, len(form.operands) + 1)),
             tail=form.tail,
-            out_dims=tuple(sizes[OUTPUT]),
+            out_dims=segment.convolved_dims(sizes),
             workspace_bytes=workspace_bytes,
         )
         return plan if form.folding is None else FoldedPlan(**vars(plan), folding=form.folding)
@@ -469,7 +471,9 @@ def _data_type(dtype: str) -> Any:
     return getattr(_cudnn().data_type, names[dtype])
 
 
-def _freeze(sizes: Sizes) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _freeze(segment: Segment, sizes: Sizes) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The sizes in a graph, whose output is no pool's."""
+    sizes = {**sizes, OUTPUT: segment.convolved_dims(sizes)}
     return tuple(sorted((name, tuple(dims)) for name, dims in sizes.items()))
 
 

@@ -4,7 +4,7 @@ cuDNN's and torch's kernels for them are far from what the memory allows in half
 compiler has none of its own. The source is ``depthwise.cu``; NVRTC compiles it in tenths of a second, without
 a compiler on the machine, and a plan holds the machine code. Serving needs neither.
 
-Sources of facts: NVRTC documentation (options, supported architectures, predefined macros) and PTX ISA (cvt).
+Source of facts: PTX ISA (cvt).
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
 
 import torch
 
-from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes, one_line
+from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError, Operands, Sizes
+from cudnn_fusion.engines.cuda_source import TYPES, compiled, epilogue, parameters, with_macros
 from cudnn_fusion.engines.gpu_kernels import Argument, Kernels, Launch
 from cudnn_fusion.engines.kernels_plan import KernelsPlan, load_kernels
 from cudnn_fusion.plan import Candidate
@@ -46,21 +45,6 @@ MAX_SPAN = 128
 """Rows or columns of the input that a thread may reach: the compiler's time grows with their square."""
 
 _BLOCK = 128
-_TYPES = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat"}
-_ACTIVATIONS = {
-    # Written so that a NaN stays one.
-    "relu": "v < 0.f ? 0.f : v",
-    "relu6": "v < 0.f ? 0.f : v > 6.f ? 6.f : v",
-    "leaky_relu": "v < 0.f ? v * {negative_slope} : v",
-    "elu": "v < 0.f ? {alpha} * expm1f(v) : v",
-    "silu": "v / (1.f + expf(-v))",
-    "sigmoid": "1.f / (1.f + expf(-v))",
-    "tanh": "tanhf(v)",
-    "gelu": "0.5f * v * (1.f + erff(v * 0.70710678f))",
-    "gelu_tanh": "0.5f * v * (1.f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)))",
-    "hardswish": "v * (v < -3.f ? 0.f : v > 3.f ? 6.f : v + 3.f) / 6.f",
-    "hardsigmoid": "(v < -3.f ? 0.f : v > 3.f ? 6.f : v + 3.f) / 6.f",
-}
 
 
 class DepthwiseEngine:
@@ -82,7 +66,9 @@ class DepthwiseEngine:
         """Compiles for these sizes. Raises CandidateRejectedError."""
         p, q, vector = map(int, candidate.plan_name.split("x"))
         tile = p, q, vector
-        code = compiled(source(segment, sizes, tile), torch.cuda.get_device_capability(self.device))
+        code = compiled(
+            "depthwise.cu", source(segment, sizes, tile), torch.cuda.get_device_capability(self.device)
+        )
         return BuiltPlan(candidate, Kernels((_launch(segment, sizes, tile),), (code,), 0).to_bytes(), 0)
 
     def load(
@@ -161,7 +147,7 @@ def source(segment: Segment, sizes: Sizes, tile: Tile) -> str:
     n, c, *image = sizes["x"]
     conv = segment.operations[0]
     definitions: dict[str, object] = {
-        "Element": _TYPES[segment.operand(OUTPUT).dtype],
+        "Element": TYPES[segment.operand(OUTPUT).dtype],
         "BLOCK": _BLOCK,
         "N": n,
         "C": c,
@@ -172,15 +158,10 @@ def source(segment: Segment, sizes: Sizes, tile: Tile) -> str:
         **_on_axes("STRIDE", conv.attribute("stride")),
         **_on_axes("DILATION", conv.attribute("dilation")),
         **_on_axes("BEFORE", conv.attribute("padding_before"), 0),
-        "PARAMETERS": ", ".join(
-            f"{'' if o.name == OUTPUT else 'const '}"
-            f"{'float' if o.name == 'w' else _TYPES[o.dtype]}* __restrict__ {o.name}"
-            for o in segment.operands
-        ),
-        "EPILOGUE(v, channel, index)": " ".join(_step(op, segment) for op in segment.operations[1:]),
+        "PARAMETERS": parameters(segment, {"w": "float"}),
+        "EPILOGUE(v, channel, index)": epilogue(segment, segment.operations[1:]),
     }
-    text = resources.files(__package__).joinpath("depthwise.cu").read_text(encoding="utf-8")
-    return "".join(f"#define {name} {value}\n" for name, value in definitions.items()) + text
+    return with_macros("depthwise.cu", definitions)
 
 
 def _volume(sizes: Sequence[int], fill: int = 1) -> tuple[int, ...]:
@@ -192,15 +173,6 @@ def _on_axes(name: str, sizes: Sequence[int], fill: int = 1) -> dict[str, int]:
     return {f"{name}_{axis}": size for axis, size in zip("DHW", _volume(sizes, fill), strict=True)}
 
 
-def _step(operation: Operation, segment: Segment) -> str:
-    """An operation behind the convolution, as a statement on ``v``."""
-    if operation.operand is None:
-        numbers = {name: f"{float(value)!r}f" for name, value in operation.attributes}  # type: ignore[arg-type]
-        return f"v = {_ACTIVATIONS[operation.kind].format(**numbers)};"
-    at = "channel" if segment.is_per_channel(operation.operand) else "index"
-    return f"v = v {'*' if operation.kind == 'scale' else '+'} widen({operation.operand}[{at}]);"
-
-
 def _launch(segment: Segment, sizes: Sizes, tile: Tile) -> Launch:
     n, c, *output = sizes[OUTPUT]
     depth, rows, columns = _volume(output)
@@ -209,35 +181,3 @@ def _launch(segment: Segment, sizes: Sizes, tile: Tile) -> Launch:
     blocks = -(-threads // _BLOCK)
     buffers = tuple(Argument(None, number) for number in range(len(segment.operands)))
     return Launch(0, "depthwise", (blocks, 1, 1), (_BLOCK, 1, 1), 0, buffers)
-
-
-def compiled(text: str, capability: tuple[int, int]) -> bytes:
-    """Machine code for a compute capability. Raises CandidateRejectedError."""
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise CandidateRejectedError("cuda-python is not installed: pip install cuda-python") from error
-
-    architecture = f"sm_{capability[0]}{capability[1]}"
-    try:
-        program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"depthwise.cu", 0, [], []))[0]
-        try:
-            options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
-            if nvrtc.nvrtcCompileProgram(program, len(options), options)[0] != 0:
-                log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))[0]
-                _checked(nvrtc.nvrtcGetProgramLog(program, log))
-                raise CandidateRejectedError(f"not compiled for {architecture}: {one_line(log.decode())}")
-            code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))[0]
-            _checked(nvrtc.nvrtcGetCUBIN(program, code))
-            return bytes(code)
-        finally:
-            nvrtc.nvrtcDestroyProgram(program)
-    except RuntimeError as error:  # the library is missing, or refuses
-        raise CandidateRejectedError(f"not compiled for {architecture}: {one_line(error)}") from error
-
-
-def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    code, *values = answer
-    if code != 0:
-        raise RuntimeError(f"NVRTC answers {code!r}")
-    return tuple(values)
