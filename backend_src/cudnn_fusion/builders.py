@@ -30,7 +30,9 @@ _LOG = logging.getLogger(__name__)
 Built = tuple[str, BuiltPlan | str]
 """A candidate's label, and what was built of it or the reason why nothing was."""
 
-MAX_WORKERS = {CudnnEngine.name: 16, DepthwiseEngine.name: 4, InductorEngine.name: 4, StemEngine.name: 4}
+_OF_KERNELS = {engine.name: engine for engine in (DepthwiseEngine, StemEngine)}
+"""Engines that compile sources of this package."""
+MAX_WORKERS = {CudnnEngine.name: 16, InductorEngine.name: 4, **dict.fromkeys(_OF_KERNELS, 4)}
 """Processes for each engine; one for torch's compiler takes seconds to start and much memory."""
 PARTS = 4
 """A form's candidates are built in so many tasks: compiling forty kernels one by one takes half a minute."""
@@ -71,9 +73,8 @@ class Builders:
     def __init__(self, device: torch.device, workers: int | None = None) -> None:
         self._engines: dict[str, _Builder] = {
             CudnnEngine.name: CudnnEngine(device),
-            DepthwiseEngine.name: DepthwiseEngine(device),
             InductorEngine.name: InductorEngine(device),
-            StemEngine.name: StemEngine(device),
+            **{name: engine(device) for name, engine in _OF_KERNELS.items()},
         }
         self._device = device
         cores = max(1, (os.cpu_count() or 2) - 1)
@@ -134,10 +135,8 @@ def _key(name: str, segment: Segment, sizes: Mapping[str, Dims], task: _Task) ->
 @functools.cache
 def _worker_engine(name: str, device_index: int) -> _Builder:
     device = torch.device("cuda", device_index)
-    if name == DepthwiseEngine.name:
-        return DepthwiseEngine(device)
-    if name == StemEngine.name:
-        return StemEngine(device)
+    if name in _OF_KERNELS:
+        return _OF_KERNELS[name](device)
     if name == InductorEngine.name:
         torch.cuda.set_device(device)
         return InductorEngine(device)

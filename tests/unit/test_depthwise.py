@@ -23,7 +23,7 @@ BIAS, ADD = Operation("bias", "bias"), Operation("add", "residual")
 TAIL = (BIAS, Operation("silu"), ADD)
 
 RUN = """
-extern "C" void run({parameters}, int blocks, int threads) {{
+extern "C" void run({parameters}, int blocks, int, int threads) {{
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) depthwise({names});
 }}

@@ -30,6 +30,12 @@ ACTIVATIONS = {
     "hardswish": "v * (v < -3.f ? 0.f : v > 3.f ? 6.f : v + 3.f) / 6.f",
     "hardsigmoid": "(v < -3.f ? 0.f : v > 3.f ? 6.f : v + 3.f) / 6.f",
 }
+_IN_HALF_PRECISION = {
+    "silu": "__fdividef(v, 1.f + __expf(-v))",
+    "sigmoid": "__fdividef(1.f, 1.f + __expf(-v))",
+    "gelu_tanh": "__fdividef(v, 1.f + __expf(-1.5957691f * (v + 0.044715f * v * v * v)))",
+}
+"""Shorter ones, off by a few units in the last place of a float."""
 
 
 def with_macros(name: str, definitions: Mapping[str, object]) -> str:
@@ -53,16 +59,20 @@ def epilogue(segment: Segment, operations: Sequence[Operation]) -> str:
 
 
 def _step(operation: Operation, segment: Segment) -> str:
-    """An operation behind the convolution, as a statement on ``v``."""
     if operation.operand is None:
         numbers = {name: f"{float(value)!r}f" for name, value in operation.attributes}  # type: ignore[arg-type]
-        return f"v = {ACTIVATIONS[operation.kind].format(**numbers)};"
+        half = segment.operand(OUTPUT).dtype != "float32"
+        known = ACTIVATIONS | _IN_HALF_PRECISION if half else ACTIVATIONS
+        return f"v = {known[operation.kind].format(**numbers)};"
     at = "channel" if segment.is_per_channel(operation.operand) else "index"
     return f"v = v {'*' if operation.kind == 'scale' else '+'} widen({operation.operand}[{at}]);"
 
 
 def compiled(name: str, text: str, capability: tuple[int, int], *more: str) -> bytes:
-    """Machine code of a source called ``name`` for a compute capability, with ``more`` options. Raises CandidateRejectedError."""
+    """Machine code of a source called ``name`` for a compute capability, with ``more`` options.
+
+    Raises CandidateRejectedError.
+    """
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:

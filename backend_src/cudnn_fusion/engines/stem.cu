@@ -12,14 +12,22 @@
 #ifdef __CUDACC_RTC__  // Without it whoever compiles this brings what moves and multiplies.
 template <int bytes>
 __device__ inline void fetch_async(unsigned to, const void* from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(bytes),
-                 "r"(inside ? bytes : 0));
+    if (bytes == 16)  // past the first cache: what comes in sixteens is read once
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(inside ? 8 : 0));
 }
-__device__ inline void multiply(float (&sum)[4], uint2 low, uint2 high, uint2 weights) {
+__device__ inline void end_of_fetches() { asm volatile("cp.async.commit_group;"); }
+template <int pending>
+__device__ inline void wait_for_fetches() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+__device__ inline void multiply(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(low.x), "r"(high.x), "r"(low.y), "r"(high.y), "r"(weights.x), "r"(weights.y));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ inline unsigned narrowed(float first, float second) {  // two elements, the first one lowest
     unsigned both;
@@ -29,12 +37,18 @@ __device__ inline unsigned narrowed(float first, float second) {  // two element
 __device__ inline void take_larger(unsigned& most, unsigned other) {  // of two elements each; a NaN wins
     asm("max.NaN." TYPE "x2 %0, %0, %1;" : "+r"(most) : "r"(other));
 }
-__device__ inline void end_of_fetches() { asm volatile("cp.async.commit_group;"); }
-template <int pending>
-__device__ inline void wait_for_fetches() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
 #endif
+
+__device__ inline void store(Element* to, const float (&from)[2]) {
+    *(unsigned*)to = narrowed(from[0], from[1]);
+}
+__device__ inline void store(Element* to, const float (&from)[4]) {
+    *(uint2*)to = make_uint2(narrowed(from[0], from[1]), narrowed(from[2], from[3]));
+}
+__device__ inline void store(Element* to, const float (&from)[8]) {
+    *(uint4*)to = make_uint4(narrowed(from[0], from[1]), narrowed(from[2], from[3]), narrowed(from[4], from[5]),
+                             narrowed(from[6], from[7]));
+}
 
 // The convolution's outputs that a block needs, and the image's rows and columns for those.
 #define CONV_P ((TILE_P - 1) * POOL_STRIDE_H + POOL_KERNEL_H)
@@ -54,15 +68,6 @@ __device__ inline void wait_for_fetches() {
 #define WEIGHT_BYTES (STEPS * BLOCK_K * 32)
 #define IMAGE_BYTES ((PIXELS + 1) * 8)  // behind the pixels one of zeros
 #define PITCH (BLOCK_K + 8)             // of the convolution's outputs that wait for their maximum
-
-__device__ inline void store(Element* to, const float (&from)[2]) { *(unsigned*)to = narrowed(from[0], from[1]); }
-__device__ inline void store(Element* to, const float (&from)[4]) {
-    *(uint2*)to = make_uint2(narrowed(from[0], from[1]), narrowed(from[2], from[3]));
-}
-__device__ inline void store(Element* to, const float (&from)[8]) {
-    *(uint4*)to = make_uint4(narrowed(from[0], from[1]), narrowed(from[2], from[3]), narrowed(from[4], from[5]),
-                             narrowed(from[6], from[7]));
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -146,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS)
                     for (int jj = 0; jj < PAIR; ++jj)
 #pragma unroll
                         for (int i = 0; i < TILES_M; ++i)
-                            multiply(sum[i][j / GROUP][j % GROUP + jj], pixels[i][0], pixels[i][1], dealt[jj]);
+                            multiply(sum[i][j / GROUP][j % GROUP + jj], pixels[i][0].x, pixels[i][1].x,
+                                     pixels[i][0].y, pixels[i][1].y, dealt[jj].x, dealt[jj].y);
                 }
             }
 #pragma unroll

@@ -32,27 +32,25 @@ TILES: tuple[Tile, ...] = (
     (8, 32, 2, 4),
     (8, 32, 4, 4),
     (16, 16, 2, 8),
-    (4, 64, 2, 4),
-    (4, 64, 4, 4),
     (4, 28, 2, 4),
+    (4, 64, 4, 4),
+    (8, 8, 1, 4),
 )
 POOLED_TILES: tuple[Tile, ...] = (
     (2, 7, 1, 5),
     (4, 4, 2, 3),
-    (4, 7, 2, 5),
     (4, 8, 2, 5),
+    (4, 8, 1, 5),
+    (7, 7, 1, 8),
     (7, 7, 2, 4),
     (7, 7, 4, 4),
-    (7, 7, 2, 8),
-    (8, 8, 2, 5),
-    (7, 14, 4, 4),
     (7, 14, 2, 7),
 )
-MAX_TAPS = 128
-"""Positions of the kernel: each is written out in the code."""
 FIRST_CAPABILITY = (8, 0)
 RESERVED_BYTES = 1024
 """Shared memory of a multiprocessor that each block takes beside its own."""
+MAX_TAPS = 128
+"""Positions of the kernel: each is written out in the code."""
 
 
 class StemEngine:
