@@ -62,7 +62,8 @@ class CpuKernel:
             names=", ".join(o.name for o in segment.operands),
             kernel=launch.name,
         )
-        source, library = folder / "kernel.cpp", folder / "kernel.so"
+        number = len(list(folder.glob("*.so")))
+        source, library = folder / f"kernel{number}.cpp", folder / f"kernel{number}.so"
         source.write_text(BEFORE + before + text + AFTER + run)
         options = (*options, "-w", "-mf16c", "-shared", "-fPIC", "-o")
         subprocess.run([compiler, *options, library, source], check=True)

@@ -82,12 +82,14 @@ def test_the_kernel_computes_what_the_segment_means(name, tmp_path):
     assert is_served(segment, sizes)
     operands = operands_of(segment, sizes)
     blocks = 3 if w[0] == 96 else 1
-    tile = (4, 8, 8 if blocks > 1 else 1, 2)  # what a warp holds bounds a block's channels
+    tile = (4, 8, 8 if blocks > 1 else 1, 2, 0)  # what a warp sums bounds a block's channels
     assert stem._Kernel(segment, sizes, tile).launch(2 * blocks).grid == (2, blocks, 1)
     result = run_on_cpu(segment, sizes, tile, operands, tmp_path, at_once=2 * blocks)
     reference = evaluate(segment.operations, {n: v.double() for n, v in operands.items()})
     error = (result.double() - reference).norm() / reference.norm()
     assert error < (3e-3 if "bf16" in name else 4e-4), error
+    held = run_on_cpu(segment, sizes, (4, 8, 1, 2, 1), operands, tmp_path, at_once=2 * blocks)
+    assert torch.equal(held, result)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -97,7 +99,7 @@ def test_what_is_not_finite_reaches_the_outputs_that_depend_on_it(value, tmp_pat
     sizes = sizes_of(segment, (1, 3, 14, 14), (8, 3, 3, 3))
     operands = operands_of(segment, sizes)
     operands["x"][0, 1, 6, 7] = value
-    result = run_on_cpu(segment, sizes, (4, 4, 1, 2), operands, tmp_path)
+    result = run_on_cpu(segment, sizes, (4, 4, 1, 2, 0), operands, tmp_path)
     assert torch.equal(result.isnan(), evaluate(segment.operations, operands).isnan())
 
 

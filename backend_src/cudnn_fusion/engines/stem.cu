@@ -7,7 +7,8 @@
 // of two BUFFERS while the block multiplies, with a single one while it takes maxima. Four
 // positions of the kernel are one step of a matrix product: a thread's share of the left matrix is then one
 // pixel for each of two outputs, and of the right one its four weights for a channel. `prepare` of the plan
-// deals channels so that a thread ends with VECTOR of them that follow each other.
+// deals channels so that a thread ends with VECTOR of them that follow each other. The weights lie in shared
+// memory for all warps or, where they are HELD, in the registers of warps that each have a group of channels.
 
 #ifdef __CUDACC_RTC__  // Without it whoever compiles this brings what moves and multiplies.
 template <int bytes>
@@ -59,13 +60,14 @@ __device__ inline void store(Element* to, const float (&from)[8]) {
 #define TAPS (KERNEL_H * KERNEL_W)
 #define STEPS ((TAPS + 3) / 4)
 #define GROUP (VECTOR / 2)
-#define GROUPS (BLOCK_K / (8 * GROUP))
+#define WARP_GROUPS (HELD ? 1 : BLOCK_K / (8 * GROUP))
+#define ACROSS (BLOCK_K / (8 * GROUP) / WARP_GROUPS)  // warps that share their outputs and differ in channels
 #define PAIR (GROUP > 1 ? 2 : 1)
 #define TILES ((CONV_P * CONV_Q + 15) / 16)
-#define THREADS (WARPS * 32)
+#define THREADS (WARPS * ACROSS * 32)
 #define TILES_P ((OUT_P + TILE_P - 1) / TILE_P)
 #define TILES_Q ((OUT_Q + TILE_Q - 1) / TILE_Q)
-#define WEIGHT_BYTES (STEPS * BLOCK_K * 32)
+#define WEIGHT_BYTES (HELD ? 0 : STEPS * BLOCK_K * 32)
 #define IMAGE_BYTES ((PIXELS + 1) * 8)  // behind the pixels one of zeros
 #define PITCH (BLOCK_K + 8)             // of the convolution's outputs that wait for their maximum
 
@@ -74,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS)
     unsigned char* const images = shared + WEIGHT_BYTES;
     Element* const waiting = (Element*)(shared + WEIGHT_BYTES + (BUFFERS * IMAGE_BYTES + 15) / 16 * 16);
     const unsigned base = (unsigned)__cvta_generic_to_shared(shared);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, part = lane % 4;
-    const int k0 = blockIdx.y * BLOCK_K;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 / ACROSS, row = lane / 4, part = lane % 4;
+    const int k0 = blockIdx.y * BLOCK_K + threadIdx.x / 32 % ACROSS * 8 * GROUP;  // the warp's first channel
 
     auto fetch = [&](int tile, int buffer) {
         const int h0 = (tile / TILES_Q % TILES_P * TILE_P * POOL_STRIDE_H - POOL_BEFORE_H) * STRIDE_H - BEFORE_H;
@@ -101,6 +103,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS)
     const unsigned char* const weights = (const unsigned char*)(w + (long long)k0 * STEPS * 16);
     for (int at = threadIdx.x * 16; at < WEIGHT_BYTES; at += THREADS * 16)
         fetch_async<16>(base + at, weights + at, true);
+    uint2 held[HELD ? STEPS : 1][HELD ? GROUP : 1];
+#if HELD
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int j = 0; j < GROUP; ++j)
+            held[step][j] = ((const uint2*)weights)[((step * GROUP + j / PAIR * PAIR) * 32 + lane * PAIR) + j % PAIR];
+#endif
     if (threadIdx.x < BUFFERS) *(uint2*)(images + threadIdx.x * IMAGE_BYTES + PIXELS * 8) = {};
     int tile = blockIdx.x, buffer = 0;
     fetch(tile, buffer);
@@ -125,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS)
                 const int m = (first + i / 2) * 16 + i % 2 * 8 + row, known = m < CONV_P * CONV_Q ? m : 0;
                 place[i / 2][i % 2] = known / CONV_Q * STRIDE_H * COLUMNS + known % CONV_Q * STRIDE_W;
             }
-            float sum[TILES_M][GROUPS][GROUP][4] = {};
+            float sum[TILES_M][WARP_GROUPS][GROUP][4] = {};
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 const int tap = step * 4 + part;
@@ -137,13 +147,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS)
                     pixels[i / 2][i % 2] = *(const uint2*)(image + at * 8);
                 }
 #pragma unroll
-                for (int j = 0; j < GROUPS * GROUP; j += PAIR) {
-                    const int block = (j / GROUP * STEPS + step) * (GROUP / PAIR) + j % GROUP / PAIR;
+                for (int j = 0; j < WARP_GROUPS * GROUP; j += PAIR) {
                     uint2 dealt[PAIR];
-                    if (PAIR == 2) {
+                    const int block = (j / GROUP * STEPS + step) * (GROUP / PAIR) + j % GROUP / PAIR;
+                    if (HELD) {
+                        dealt[0] = held[HELD ? step : 0][HELD ? j : 0];
+                        dealt[PAIR - 1] = held[HELD ? step : 0][HELD ? j + PAIR - 1 : 0];
+                    } else if (PAIR == 2) {
                         const uint4 both = *(const uint4*)(shared + (block * 32 + lane) * 16);
-                        dealt[0] = {both.x, both.y};
-                        dealt[PAIR - 1] = {both.z, both.w};
+                        dealt[0] = make_uint2(both.x, both.y);
+                        dealt[PAIR - 1] = make_uint2(both.z, both.w);
                     } else {
                         dealt[0] = *(const uint2*)(shared + (block * 32 + lane) * 8);
                     }
@@ -156,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS)
                 }
             }
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
+            for (int group = 0; group < WARP_GROUPS; ++group) {
                 const int k = k0 + (group * 4 + part) * VECTOR;
                 bool inside[TILES_M * 2];
                 long long at[TILES_M * 2];
@@ -181,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS)
                 for (int i = 0; i < TILES_M * 2; ++i) {
                     const int m = (first + i / 2) * 16 + i % 2 * 8 + row;
                     if (POOL && m < CONV_P * CONV_Q)
-                        store(waiting + m * PITCH + k - k0, results[i]);
+                        store(waiting + m * PITCH + k - (int)blockIdx.y * BLOCK_K, results[i]);
                     else if (!POOL && inside[i])
                         store(y + at[i], results[i]);
                 }
@@ -208,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stem(PARAMETERS)
                 take_larger(most.z, read.z);
                 take_larger(most.w, read.w);
             }
-            *(uint4*)(y + ((n * OUT_P + out_p + p) * OUT_Q + out_q + q) * K + k0 + k) = most;
+            *(uint4*)(y + ((n * OUT_P + out_p + p) * OUT_Q + out_q + q) * K + blockIdx.y * BLOCK_K + k) = most;
         }
 #endif
     }

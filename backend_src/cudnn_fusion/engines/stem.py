@@ -23,32 +23,42 @@ from cudnn_fusion.plan import Candidate
 from cudnn_fusion.segment import CHANNELS_LAST, MAX_STEM_CHANNELS, OUTPUT, PADDED, POOL, Operation, Segment
 
 FORM = "direct"
-Tile = tuple[int, int, int, int]
-"""Rows and columns of the output that a block computes, tiles of 16 outputs that a warp holds at a time, and
-warps."""
+Tile = tuple[int, int, int, int, int]
+"""Rows and columns of the output that a block computes, tiles of 16 outputs that a warp takes at a time,
+warps along the outputs, and whether warps hold their weights in registers."""
 TILES: tuple[Tile, ...] = (
-    (8, 8, 2, 2),
-    (8, 16, 2, 4),
-    (8, 32, 2, 4),
-    (8, 32, 4, 4),
-    (16, 16, 2, 8),
-    (4, 28, 2, 4),
-    (4, 64, 4, 4),
-    (8, 8, 1, 4),
+    (8, 8, 2, 2, 0),
+    (8, 16, 2, 4, 0),
+    (8, 32, 2, 4, 0),
+    (16, 16, 2, 8, 0),
+    (4, 28, 2, 4, 0),
+    (4, 64, 4, 4, 0),
+    (8, 8, 1, 2, 1),
+    (8, 8, 2, 2, 1),
+    (8, 16, 2, 2, 1),
+    (8, 16, 2, 4, 1),
+    (8, 32, 2, 4, 1),
 )
 POOLED_TILES: tuple[Tile, ...] = (
-    (2, 7, 1, 5),
-    (4, 4, 2, 3),
-    (4, 8, 2, 5),
-    (4, 8, 1, 5),
-    (7, 7, 1, 8),
-    (7, 7, 2, 4),
-    (7, 7, 4, 4),
-    (7, 14, 2, 7),
+    (2, 7, 1, 5, 0),
+    (4, 4, 2, 3, 0),
+    (4, 8, 2, 5, 0),
+    (7, 7, 1, 8, 0),
+    (7, 7, 2, 4, 0),
+    (2, 7, 1, 5, 1),
+    (3, 7, 2, 2, 1),
+    (4, 4, 2, 3, 1),
+    (4, 8, 1, 5, 1),
+    (7, 7, 1, 2, 1),
+    (7, 7, 2, 2, 1),
+    (7, 7, 2, 4, 1),
+    (7, 14, 2, 2, 1),
 )
 FIRST_CAPABILITY = (8, 0)
 RESERVED_BYTES = 1024
 """Shared memory of a multiprocessor that each block takes beside its own."""
+MAX_HELD = 112
+"""Registers of a thread for weights."""
 MAX_TAPS = 128
 """Positions of the kernel: each is written out in the code."""
 
@@ -74,13 +84,13 @@ class StemEngine:
         return [
             Candidate(self.name, FORM, "x".join(map(str, tile)))
             for tile in tiles
-            if tile[0] < 2 * rows and tile[1] < 2 * columns and _Kernel(segment, sizes, tile).shared <= limit
+            if tile[0] < 2 * rows and tile[1] < 2 * columns and _Kernel(segment, sizes, tile).fits(limit)
         ]
 
     def build(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> BuiltPlan:
         """Compiles for these sizes. Raises CandidateRejectedError."""
-        p, q, held, warps = map(int, candidate.plan_name.split("x"))
-        kernel = _Kernel(segment, sizes, (p, q, held, warps))
+        p, q, at_once, warps, held = map(int, candidate.plan_name.split("x"))
+        kernel = _Kernel(segment, sizes, (p, q, at_once, warps, held))
         device = torch.cuda.get_device_properties(self.device)
         resident = kernel.resident(device)
         text = kernel.source(resident)
@@ -181,12 +191,36 @@ class _Kernel:
     tile: Tile
 
     @property
+    def steps(self) -> int:
+        """Steps of the matrix product: four positions of the kernel each."""
+        _, _, *kernel = self.sizes["w"]
+        return -(-kernel[0] * kernel[1] // 4)
+
+    @property
+    def group(self) -> int:
+        """Channels that are dealt together."""
+        return 4 * _vector(self.sizes["w"][0])
+
+    @property
+    def held_registers(self) -> int:
+        """Registers of a thread for the weights of a group, if warps hold them."""
+        return self.steps * self.group // 4 if self.tile[4] else 0
+
+    @property
     def block_channels(self) -> int:
-        """Output channels of a block: what a thread sums fits its registers."""
-        channels = self.sizes["w"][0]
-        unit = 4 * _vector(channels)
-        most = 256 // self.tile[2]
-        return max(size for size in range(unit, max(most, unit) + 1, unit) if channels % size == 0)
+        """Output channels of a block: what a thread sums fits its registers, or the warps 256 threads."""
+        channels, (_, _, at_once, warps, held) = self.sizes["w"][0], self.tile
+        most = max(1, 8 // warps) * self.group if held else max(256 // at_once, self.group)
+        return max(size for size in range(self.group, most + 1, self.group) if channels % size == 0)
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.tile[3] * (self.block_channels // self.group if self.tile[4] else 1)
+
+    def fits(self, shared_limit: int) -> bool:
+        """Whether a block's needs are within a multiprocessor's means."""
+        return self.shared <= shared_limit and self.held_registers <= MAX_HELD
 
     @property
     def window(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -216,17 +250,17 @@ class _Kernel:
         rows, columns = (
             (self.conv_tile[i] - 1) * stride[i] + (kernel[i] - 1) * dilation[i] + 1 for i in (0, 1)
         )
-        weights = -(-kernel[0] * kernel[1] // 4) * self.block_channels * 32
+        weights = 0 if self.tile[4] else self.steps * self.block_channels * 32
         images = (self.buffers * (rows * columns + 1) * 8 + 15) // 16 * 16
         waiting = self.conv_tile[0] * self.conv_tile[1] * (self.block_channels + 8) * 2
         return int(weights + images + (waiting if _pool(self.segment) else 0))
 
     def resident(self, device: Any) -> int:  # torch's class for it is private
         """Blocks that a multiprocessor holds at a time."""
-        _, _, held, warps = self.tile
-        registers = 4 * held * (self.block_channels // 8) + 64
+        channels = self.group if self.tile[4] else self.block_channels
+        registers = self.held_registers + 4 * self.tile[2] * (channels // 8) + (48 if self.tile[4] else 64)
         by_memory = device.shared_memory_per_multiprocessor // (self.shared + RESERVED_BYTES)
-        by_registers = device.regs_per_multiprocessor // (registers * warps * 32)
+        by_registers = device.regs_per_multiprocessor // (registers * self.warps * 32)
         return int(max(1, min(by_memory, by_registers, 8)))
 
     def source(self, resident: int) -> str:
@@ -257,7 +291,7 @@ class _Kernel:
             **_on_axes("POOL_KERNEL", self.window[0]),
             **_on_axes("POOL_STRIDE", self.window[1]),
             **_on_axes("POOL_BEFORE", self.window[2]),
-            **dict(zip(("TILE_P", "TILE_Q", "TILES_M", "WARPS"), self.tile, strict=True)),
+            **dict(zip(("TILE_P", "TILE_Q", "TILES_M", "WARPS", "HELD"), self.tile, strict=True)),
             "BLOCK_K": self.block_channels,
             "VECTOR": _vector(sizes["w"][0]),
             "BUFFERS": self.buffers,
@@ -280,7 +314,7 @@ class _Kernel:
         buffers = tuple(Argument(None, number) for number in range(len(self.segment.operands)))
         across = channels // self.block_channels
         grid = (min(tiles, max(1, at_once // across)), across, 1)
-        return Launch(0, "stem", grid, (self.tile[3] * 32, 1, 1), self.shared, buffers)
+        return Launch(0, "stem", grid, (self.warps * 32, 1, 1), self.shared, buffers)
 
 
 def _on_axes(name: str, sizes: tuple[int, ...]) -> dict[str, int]:
