@@ -45,18 +45,19 @@ _Key = tuple[str, str, _Task, tuple[tuple[str, Dims], ...]]
 
 def build_all(engine: Engine, segment: Segment, sizes: Sizes) -> Iterator[Built]:
     """Builds every candidate of an engine."""
-    return _build_each(engine, segment, sizes, engine.candidates(segment, sizes))
+    return build_each(engine, segment, sizes, engine.candidates(segment, sizes))
 
 
 def build_task(engine: _Builder, segment: Segment, sizes: Sizes, task: _Task) -> Iterator[Built]:
     """Builds the candidates of one task."""
     form, part = task
-    return _build_each(engine, segment, sizes, engine.candidates(segment, sizes, form)[part::PARTS])
+    return build_each(engine, segment, sizes, engine.candidates(segment, sizes, form)[part::PARTS])
 
 
-def _build_each(
+def build_each(
     engine: Engine, segment: Segment, sizes: Sizes, candidates: Iterable[Candidate]
 ) -> Iterator[Built]:
+    """Builds these candidates of an engine."""
     for candidate in candidates:
         try:
             yield candidate.label(), engine.build(segment, sizes, candidate)

@@ -24,6 +24,8 @@ GRAPH_US = 4000.0
 """A graph holds fewer runs than that when these take longer: long runs need no repetition."""
 HOPELESS = 4.0
 """A run that alone takes so many times the fastest's leaves at once; it is not even captured."""
+SEARCHES = 3
+"""How often the fastest so far may lead to further runs."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,14 @@ def time_interleaved(
     keep: Sequence[int] = (),
     on_failure: Callable[[int, Exception], None] | None = None,
     accept: Callable[[int], bool] = lambda index: True,
+    further: Callable[[int], Sequence[Run]] = lambda index: (),
 ) -> dict[int, Timing]:
     """Times every run in turn, round by round, so that a change of clocks or load meets all alike.
 
     The hopeless leave after one run, and after a few rounds only the fastest go on, and those whose index is
     in ``keep``; of them those that ``accept`` refuses are left out, and the next fastest take their places.
+    Before that ``further`` gives runs near the fastest so far, by its index: they take the indices that
+    follow, and up to `SEARCHES` times a new fastest leads to others.
     Returns the timing of all others by index; of those that left early, what was measured until then. On a
     GPU a run is a CUDA-graph replay of some calls between events, in the end up to `RUNS_PER_GRAPH`. A run
     that raises (one that cannot be captured does) is left out and told to ``on_failure``; without that,
@@ -59,6 +64,18 @@ def time_interleaved(
     for index, run in enumerate(runs):
         race.enter(index, run)
     race.rounds(list(race.samples), FIRST_ROUNDS)
+    count, searched = len(runs), set[int]()
+    for _ in range(SEARCHES):
+        fastest = race.fastest()
+        if fastest is None or fastest in searched:
+            break
+        searched.add(fastest)
+        added = further(fastest)
+        indices = range(count, count + len(added))
+        for index, run in zip(indices, added, strict=True):
+            race.enter(index, run)
+        race.rounds(indices, FIRST_ROUNDS)
+        count += len(added)
     finalists = race.finals(keep, FINAL_ROUNDS if device.type == "cuda" else CPU_FINAL_ROUNDS)
     return {index: _summary(values, index in finalists) for index, values in race.samples.items()}
 
@@ -112,6 +129,11 @@ class _Race:
                     self.samples[index].append(self._measures[index]())
                 except (RuntimeError, ValueError, TypeError) as failure:
                     self._leave(index, failure)
+
+    def fastest(self) -> int | None:
+        """The fastest so far that is accepted; None if none is."""
+        ordered = sorted(self.samples, key=lambda index: min(self.samples[index]))
+        return next((index for index in ordered if self._is_accepted(index)), None)
 
     def finals(self, keep: Sequence[int], count: int) -> list[int]:
         """Times the fastest so far and those of ``keep`` anew, and gives which.

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cudnn_fusion import accuracy, whole_model
-from cudnn_fusion.builders import Builders, build_all
+from cudnn_fusion.builders import Builders, Built, build_all, build_each
 from cudnn_fusion.engines.base import (
     FAILURES,
     BuiltPlan,
     Engine,
     Preparing,
     ReadyPlan,
+    Searching,
     Sizes,
     reason_of,
 )
@@ -406,7 +407,7 @@ class Tuner:
         if rechecked is not None:
             return rechecked
         loaded = self._loaded(item, rejected)
-        timings = self._time(loaded, operand_sets[0], judge, rejected)
+        timings = self._time(item, loaded, operand_sets[0], judge, rejected)
         if not timings:
             reasons = rejected or [pair for engine in self.engines for pair in _no_candidates(engine)]
             return Outcome(bucket, item, None, reused=False, reasons=tuple(reasons))
@@ -437,16 +438,34 @@ class Tuner:
         """Every candidate of every engine that can be built and loaded; the others go to ``rejected``."""
         loaded: list[_Loaded] = []
         for engine in self.engines:
-            for label, built in self._built(engine, item):
-                self.built_candidates += 1
-                ready = built if isinstance(built, str) else self._ready(item, built)
-                if isinstance(built, str) or isinstance(ready, str):
-                    rejected.append((label, str(ready)))
-                else:
-                    loaded.append(_Loaded(built, ready))
+            loaded += self._load_each(item, self._built(engine, item), rejected)
         return loaded
 
-    def _built(self, engine: Engine, item: Work) -> Iterable[tuple[str, BuiltPlan | str]]:
+    def _load_each(
+        self, item: Work, candidates: Iterable[Built], rejected: list[tuple[str, str]]
+    ) -> Iterator[_Loaded]:
+        for label, built in candidates:
+            self.built_candidates += 1
+            ready = built if isinstance(built, str) else self._ready(item, built)
+            if isinstance(built, str) or isinstance(ready, str):
+                rejected.append((label, str(ready)))
+            else:
+                yield _Loaded(built, ready)
+
+    def _neighbours(
+        self, item: Work, near: _Loaded, known: Sequence[_Loaded], rejected: list[tuple[str, str]]
+    ) -> list[_Loaded]:
+        """What else its engine has near a candidate; not what is known or rejected."""
+        candidate = near.built.candidate
+        engine = self._engine(candidate.engine)
+        if not isinstance(engine, Searching):
+            return []
+        tried = {other.built.candidate.label() for other in known} | {label for label, _ in rejected}
+        found = engine.neighbours(item.segment, item.sizes, candidate)
+        new = [neighbour for neighbour in found if neighbour.label() not in tried]
+        return list(self._load_each(item, build_each(engine, item.segment, item.sizes, new), rejected))
+
+    def _built(self, engine: Engine, item: Work) -> Iterable[Built]:
         """Labels of candidates with what was built of them, or why nothing was."""
         if self.builders is not None and self.builders.builds_for(engine):
             return self.builders.built(engine.name, item.segment, item.sizes)
@@ -461,7 +480,8 @@ class Tuner:
 
     def _time(
         self,
-        loaded: Sequence[_Loaded],
+        item: Work,
+        loaded: list[_Loaded],
         operands: Tensors,
         judge: Judge,
         rejected: list[tuple[str, str]],
@@ -485,17 +505,26 @@ class Tuner:
         if not loaded:
             return []
         device = self.resources.device
-        workspace_bytes = max(candidate.ready.workspace_bytes for candidate in loaded)
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
         keep = [index for index, c in enumerate(loaded) if _is_reference(c.built.candidate)]
-        runs = [_timed_run(candidate.ready, operands, workspace) for candidate in loaded]
-        self.timed_candidates += len(runs)
+
+        def runs_of(candidates: Sequence[_Loaded]) -> list[Callable[[], object]]:
+            self.timed_candidates += len(candidates)
+            workspace_bytes = max((candidate.ready.workspace_bytes for candidate in candidates), default=0)
+            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+            return [_timed_run(candidate.ready, operands, workspace) for candidate in candidates]
 
         def reject(index: int, failure: Exception) -> None:
             reason = reason_of(failure, "fails when run again and again")
             rejected.append((loaded[index].built.candidate.label(), reason))
 
-        timings = time_interleaved(runs, device, keep, reject, lambda index: accept(loaded[index]))
+        def near(index: int) -> list[Callable[[], object]]:
+            found = self._neighbours(item, loaded[index], loaded, rejected)
+            loaded.extend(found)
+            return runs_of(found)
+
+        timings = time_interleaved(
+            runs_of(loaded), device, keep, reject, lambda index: accept(loaded[index]), near
+        )
         return [(loaded[index], timing) for index, timing in timings.items()]
 
 

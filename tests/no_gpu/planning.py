@@ -4,6 +4,7 @@ Standard input: a list of ``{"tail": [kinds], "store": directory or null, ...siz
 """
 
 import json
+import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +48,11 @@ def segment_of(case):
     channels = (x[1], k // groups) if transposed else (k, case.get("w_channels", x[1] // groups))
     sizes = {"x": x, "w": (*channels, *kernel)}
     for kind in case["tail"]:
-        attribute = {"leaky_relu": (("negative_slope", 0.1),), "elu": (("alpha", case.get("alpha", 1.0)),)}
+        attribute = {
+            "leaky_relu": (("negative_slope", 0.1),),
+            "elu": (("alpha", case.get("alpha", 1.0)),),
+            "max_pool2d": (("kernel", (3, 3)), ("stride", (2, 2)), ("padding", (1, 1))),
+        }
         operations.append(Operation(kind, OPERANDS.get(kind), attribute.get(kind, ())))
         if kind in OPERANDS:
             role = "input" if kind == "add" else "weight"
@@ -73,6 +78,7 @@ def plan_case(case):
         "replayable": [asdict(candidate) for candidate in candidates if candidate.replayable],
         "built": {},
         "rejected": [],
+        "neighbours": neighbours(engine, segment, sizes, candidates) if case.get("store") else [],
     }
     for candidate in candidates:
         if candidate.form in answer["built"]:
@@ -94,6 +100,17 @@ def plan_case(case):
         if case.get("store") and len(answer["built"]) == 1:
             publish(case["store"], segment, sizes, built, description)
     return answer
+
+
+def neighbours(engine, segment, sizes, candidates):
+    """The knobs of a plan and its neighbours, each with the name of what is built of it; of the engine with
+    most plans of the first form."""
+    first = [candidate for candidate in candidates if candidate.form == candidates[0].form]
+    engine_id = statistics.mode(candidate.engine_id for candidate in first)
+    plan = next(candidate for candidate in first if candidate.engine_id == engine_id)
+    found = [plan, *engine.neighbours(segment, sizes, plan)]
+    built = [engine.build(segment, sizes, neighbour).candidate for neighbour in found]
+    return [(dict(c.knobs), b.plan_name == c.plan_name) for c, b in zip(found, built, strict=True)]
 
 
 def read_back(blob):

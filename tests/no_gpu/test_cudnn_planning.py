@@ -19,10 +19,10 @@ FUSED = [["bias", "relu"], ["bias", "add", "relu"], ["bias", "silu"]]
 
 @pytest.fixture(scope="module")
 def everything(plan, tmp_path_factory):
-    """A store with the plans of `FUSED`; what planning said of them and, by name, of `CASES` and `ELU`."""
+    """A store with the plans of `FUSED`; what planning said of them and, by name, of `CASES`, `ELU` and `POOLED`."""
     root = tmp_path_factory.mktemp("plans")
     # One process for all: each takes seconds to start.
-    cases = {**CASES, "elu of a half": ELU}
+    cases = {**CASES, "elu of a half": ELU, "pooled": POOLED}
     answers = plan(*({"tail": tail, "store": str(root)} for tail in FUSED), *cases.values())
     named = dict(zip(cases, answers[len(FUSED) :], strict=True))
     return PlanStore(root), answers[: len(FUSED)], named
@@ -84,6 +84,23 @@ def test_every_configuration_of_a_runtime_compiled_form_is_a_candidate_once(stor
         found = names(answers[index], "+".join(["conv2d", *FUSED[index]]))
         assert len(found) > 30
         assert len(set(found)) == len(found)
+
+
+def test_neighbours_differ_in_one_knob_from_a_plan_and_are_built_by_their_names(stored):
+    _, answers = stored
+    (knobs, _), *found = answers[0]["neighbours"]
+    assert len(found) >= 8
+    for others, same_name in found:
+        assert same_name
+        assert len(dict(knobs.items() - others.items())) == 1
+        assert knobs.keys() == others.keys()
+    for index in (1, 2):  # of a kernel that is compiled, every configuration is listed
+        assert len(answers[index]["neighbours"]) == 1
+
+
+def test_a_chain_is_planned_up_to_its_pool(planned):
+    built = planned["pooled"]["built"]
+    assert {"conv2d+bias+relu", "conv2d+bias"} == set(built)
 
 
 def test_narrow_convolutions_are_also_planned_folded(planned):
@@ -199,6 +216,7 @@ if os.environ.get("PLANNED_SEGMENTS") == "all":
     # By the engine of the transposed image, whose every compilation takes four seconds.
     CASES["transposed line, whole"] = {**CASES["transposed line"], "groups": 1}
 
+POOLED = {"tail": ["bias", "relu", "max_pool2d"], "x": [8, 4, 64, 64], "stride": [2, 2]}
 ELU = {"tail": ["bias", "elu"], "alpha": 0.5}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cudnn_fusion import timing
-from cudnn_fusion.timing import FINALISTS, FIRST_ROUNDS, Timing, time_interleaved
+from cudnn_fusion.timing import FINALISTS, FIRST_ROUNDS, SEARCHES, Timing, time_interleaved
 
 CPU = torch.device("cpu")
 
@@ -126,6 +126,45 @@ def test_a_run_that_fails_at_once_leaves(clock):
     assert (timings, failed) == ({}, [0])
     with pytest.raises(RuntimeError, match="no"):
         time_interleaved([clock.run("bad", fails)], CPU)
+
+
+def test_the_fastest_leads_to_runs_near_it_until_none_is_faster(clock):
+    near = {100: (130, 80), 80: (90, 60), 60: (70,)}
+    times, asked = [200, 100], []
+
+    def further(index):
+        asked.append(times[index])
+        added = near[times[index]]
+        times.extend(added)
+        return [clock.run(str(us), us) for us in added]
+
+    timings = time_interleaved([clock.run(str(us), us) for us in times], CPU, further=further)
+    assert asked == [100, 80, 60]
+    assert sorted(timings) == list(range(len(times)))
+    assert times[fastest(timings)] == 60
+    assert all(timings[i].median_us == pytest.approx(us) for i, us in enumerate(times))
+
+
+def test_a_search_ends_where_its_rounds_do(clock):
+    times = [1000]
+
+    def further(index):
+        times.append(times[index] - 10)
+        return [clock.run("next", times[-1])]
+
+    timings = time_interleaved([clock.run("first", 1000)], CPU, further=further)
+    assert len(timings) == 1 + SEARCHES
+
+
+def test_no_search_starts_from_what_is_refused(clock):
+    asked = []
+    time_interleaved(
+        [clock.run("wrong", 10), clock.run("right", 20)],
+        CPU,
+        accept=lambda index: index == 1,
+        further=lambda index: asked.append(index) or [],
+    )
+    assert asked == [1]
 
 
 def test_real_runs_are_told_apart():

@@ -26,6 +26,7 @@ from cudnn_fusion import accuracy, tuner, whole_model
 from cudnn_fusion.engines.torch_eager import REFERENCE_FORM, TorchEngine
 from cudnn_fusion.environment import cpu_compatibility
 from cudnn_fusion.executor import Executor
+from cudnn_fusion.plan import Candidate
 from cudnn_fusion.plan_store import Found, Miss, PlanStore
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.tuner import model_inputs
@@ -174,6 +175,32 @@ class TestChoice:
         for given, told in ((None, "generated"), (samples, "samples")):
             outcomes = tuner_of(program, store).tune(BUCKET, given)
             assert {o.plan.checked_on for o in outcomes} == {told}
+
+
+class TestSearch:
+    class Engine(FakeEngine):
+        """Has neighbours that it does not list."""
+
+        def candidates(self, segment, sizes):
+            return [Candidate("cudnn", "fake", "slow")]
+
+        def neighbours(self, segment, sizes, candidate):
+            near = {"slow": ("zeros", "fast", "refused", "slow"), "fast": ("slow", "fast")}
+            return [Candidate("cudnn", "fake", name) for name in near[candidate.plan_name]]
+
+    def test_near_the_fastest_is_a_faster_one(self, program, store):
+        def zeroed(ready, operands, out):
+            return ready.run(operands, None, out).zero_()
+
+        engine = self.Engine({"slow": slow, "fast": right, "zeros": zeroed}, refused={"refused": "no"})
+        for outcome in tuner_of(program, store, engines=[engine]).tune(BUCKET, None):
+            assert outcome.plan.candidate.plan_name == "fast"
+            assert outcome.plan.candidates_timed == 2
+            why = reasons(outcome)
+            assert why["zeros"].startswith("wrong: error")
+            assert why["refused"] == "no"
+        assert sorted(set(engine.built)) == ["fast", "refused", "slow", "zeros"]
+        assert engine.built.count("slow") == engine.built.count("fast") == 2  # one for each segment
 
 
 class TestNothingFound:

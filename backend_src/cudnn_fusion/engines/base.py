@@ -83,6 +83,15 @@ class Preparing(Protocol):
         ...
 
 
+@runtime_checkable
+class Searching(Protocol):
+    """An engine that has more candidates than it lists: near its fastest there may be a faster one."""
+
+    def neighbours(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> list[Candidate]:
+        """Candidates that differ in little from one of its own. Empty where all are listed."""
+        ...
+
+
 ALIGNMENT_BYTES = 16
 """What kernels assume of every buffer that they load several elements of at once; none checks it."""
 

@@ -10,6 +10,7 @@ such an engine builds plans and cannot load them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -40,8 +41,9 @@ from cudnn_fusion.segment import (
     padded_dims,
 )
 
-PLANS_PER_FORM = (48, 24, 8)
-"""How many plans of each convolution form are candidates: winners sit far down the lists of fused forms.
+PLANS_PER_FORM = (48, 8, 8)
+"""How many plans of each convolution form are candidates: winners sit far down the lists of whole
+chains; where one has plans, shorter forms hardly ever win.
 
 Not in strict fp32, see `CudnnEngine._plan`.
 """
@@ -91,6 +93,8 @@ class _Form:
         return self.segment.operations[self.head :]
 
 
+SEARCHED_KNOBS = 3
+"""Knobs with several values that make an engine's combinations worth a search."""
 PLANS_PER_MATMUL_FORM = 10
 PLANS_PER_BARE_FORM = 24
 PLANS_PER_FOLDED_FORM = 12
@@ -184,6 +188,39 @@ class CudnnEngine:
                 found += [candidate for _, candidate in self._planned(form, _freeze(segment, sizes))[1]]
             except CandidateRejectedError:
                 continue
+        return found
+
+    def neighbours(self, segment: Segment, sizes: Sizes, candidate: Candidate) -> list[Candidate]:
+        """See `Searching.neighbours`: configurations of the same engine with one knob at another value.
+
+        Of the values that some plan of this form has for the knob. An engine of many knobs takes hundreds of
+        combinations, of which the heuristics name some thirty.
+        """
+        form = _form_named(segment, sizes, candidate.form)
+        try:
+            graph, listed = self._planned(form, _freeze(segment, sizes))
+        except CandidateRejectedError:
+            return []
+        values: dict[str, set[int]] = {}
+        for _, other in listed:
+            if other.engine_id == candidate.engine_id and other.replayable:
+                for name, value in other.knobs:
+                    values.setdefault(name, set()).add(value)
+        if (
+            candidate.engine_id is None
+            or sum(len(several) > 1 for several in values.values()) < SEARCHED_KNOBS
+        ):
+            return []
+        named = {other.plan_name for _, other in listed}
+        found: list[Candidate] = []
+        for name, value in candidate.knobs:
+            for other_value in sorted(values.get(name, set()) - {value}):
+                knobs = {**dict(candidate.knobs), name: other_value}
+                with contextlib.suppress(_cudnn().cudnnGraphNotSupportedError, RuntimeError):
+                    index = _create_plan(graph, candidate.engine_id, knobs)
+                    _, neighbour = _listed(graph, form, index)
+                    if neighbour.replayable and neighbour.plan_name not in named:
+                        found.append(neighbour)
         return found
 
     def unsupported(self, segment: Segment, sizes: Sizes) -> list[tuple[str, str]]:
@@ -291,9 +328,7 @@ class CudnnEngine:
         unknown = [name for name, _ in candidate.knobs if name not in knob_types]
         if unknown:
             raise CandidateRejectedError(f"this cuDNN frontend has no knob {', '.join(unknown)}")
-        knobs = {knob_types[name]: value for name, value in candidate.knobs}
-        graph.create_execution_plan(candidate.engine_id, knobs)
-        return int(graph.get_execution_plan_count()) - 1
+        return _create_plan(graph, candidate.engine_id, dict(candidate.knobs))
 
     def _operation_graph(self, form: _Form, sizes: Sizes) -> Any:
         cudnn = _cudnn()
@@ -415,6 +450,13 @@ def _run_tail(tail: tuple[Operation, ...], value: torch.Tensor, operands: Operan
             value = pointwise(operation, value, operands)
             index += 1
     return value
+
+
+def _create_plan(graph: Any, engine_id: int, knobs: Mapping[str, int]) -> int:
+    """The index of a new plan of an engine. Raises what cuDNN raises where it takes no such knobs."""
+    types = _cudnn().knob_type.__members__
+    graph.create_execution_plan(engine_id, {types[name]: value for name, value in knobs.items()})
+    return int(graph.get_execution_plan_count()) - 1
 
 
 def _listed(graph: Any, form: _Form, index: int) -> _Listed:
