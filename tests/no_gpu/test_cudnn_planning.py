@@ -19,7 +19,7 @@ FUSED = [["bias", "relu"], ["bias", "add", "relu"], ["bias", "silu"]]
 
 @pytest.fixture(scope="module")
 def everything(plan, tmp_path_factory):
-    """A store with the plans of `FUSED`; what planning said of them and, by name, of `CASES`, `ELU` and `POOLED`."""
+    """A store with the plans of `FUSED`; what planning said of them and, by name, of the other cases."""
     root = tmp_path_factory.mktemp("plans")
     # One process for all: each takes seconds to start.
     cases = {**CASES, "elu of a half": ELU, "pooled": POOLED}
