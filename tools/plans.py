@@ -1,26 +1,22 @@
-"""Shows what is tuned in a model directory, and why a shape is served as it is.
+"""Shows what is tuned in a model directory, and why a shape is served as it is; keeps plans in order.
 
 python tools/plans.py list model_repository/conv_block
 python tools/plans.py why model_repository/conv_block --sizes batch=3 --target h200
 python tools/plans.py report model_repository/conv_block
+python tools/plans.py verify model_repository/conv_block
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import re
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from cudnn_fusion import devices
 from cudnn_fusion.environment import (
@@ -30,18 +26,26 @@ from cudnn_fusion.environment import (
     current_provenance,
     target_compatibility,
 )
-from cudnn_fusion.plan import moment
+from cudnn_fusion.lowered import ProgramError
+from cudnn_fusion.plan import Plan
+from cudnn_fusion.plan_check import check_plans
 from cudnn_fusion.preflight import CudnnLoadError, GpuUnavailableError, cudnn_version
 from cudnn_fusion.pretuning import PretuneError, latest_version
 from cudnn_fusion.report import EnvironmentReport, ModelReport, ReportError, ShapeAnswer, TunedPlan
 from cudnn_fusion.settings import MAX_DIGITS
 from cudnn_fusion.shapes import Bucket
+from cudnn_fusion.store_upkeep import PlanStoreError, StoreKeeper, UpkeepError, differences
+from cudnn_fusion.terminal import age, in_words, number, print_table, say
 
+MIB = 2**20
 NOISE = 1.05
 """A whole program is called slower than torch from so many times its time on."""
 
 EXPECTED_ERRORS = (
     ReportError,
+    UpkeepError,
+    PlanStoreError,
+    ProgramError,
     PretuneError,
     devices.DeviceDescriptionError,
     CudnnLoadError,
@@ -50,17 +54,18 @@ EXPECTED_ERRORS = (
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-console = Console(highlight=False)
-WIDE = Console(highlight=False, width=max(console.width, 150))
 
 ModelDirectory = Annotated[Path, typer.Argument(help="Directory of an exported model.")]
+Store = Annotated[
+    Path, typer.Argument(help="Directory of an exported model (its newest version), or one of plans.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 @app.command("list")
 def list_plans(model_directory: ModelDirectory, as_json: AsJson = False) -> None:
     """What is tuned, for which environment, how much faster than torch, with what error."""
-    with errors_in_words():
+    with in_words(*EXPECTED_ERRORS):
         report = ModelReport(latest_version(model_directory))
         environments = report.environments()
         if as_json:
@@ -82,7 +87,7 @@ def why(
     as_json: AsJson = False,
 ) -> None:
     """For a shape: which bucket and which plans would serve it here, and why not better ones."""
-    with errors_in_words():
+    with in_words(*EXPECTED_ERRORS):
         report = ModelReport(latest_version(model_directory))
         here = environment_here(target)
         bucket = parse_sizes(sizes) if sizes else smallest(report)
@@ -103,7 +108,7 @@ def why(
 @app.command("report")
 def report_fusion(model_directory: ModelDirectory, as_json: AsJson = False) -> None:
     """What is fused, what is left to torch, and why."""
-    with errors_in_words():
+    with in_words(*EXPECTED_ERRORS):
         report = ModelReport(latest_version(model_directory))
         if as_json:
             fused = [
@@ -117,6 +122,116 @@ def report_fusion(model_directory: ModelDirectory, as_json: AsJson = False) -> N
         print_left(report)
         for note in report.program.notes:
             say(f"- {note}")
+
+
+@app.command()
+def verify(
+    store: Store,
+    files_only: Annotated[bool, typer.Option(help="Load and run nothing, of any environment.")] = False,
+) -> None:
+    """Every file's checksum and key; for a model, each plan for this machine loaded and its outputs compared.
+
+    Ends with 1 if something is not as it was published.
+    """
+    with in_words(*EXPECTED_ERRORS):
+        keeper = keeper_of(store)
+        problems = list(keeper.problems())
+        plans = sum(len(keeper.plans(e.hash)) for e in keeper.environments())
+        say(f"{keeper.root}: {plans} plans, {len(problems)} problems in its files")
+        for problem in problems:
+            say(f"{problem.path}: {problem.reason}")
+        refused = 0
+        if not files_only and is_model(store):
+            device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+            checked = list(check_plans(latest_version(store), device))
+            rows = [[c.bucket.name, c.site, c.origin, c.reason] for c in checked if c.origin != "exact"]
+            refused = len(rows)
+            say(f"on this machine: {len(checked)} layers x buckets, {refused} not served by the stored plan")
+            if not checked:
+                say(f"nothing is tuned for this machine; run tools/pretune.py {store}")
+            if rows:
+                print_table(["bucket", "layer", "origin", "why"], rows)
+        if problems or refused:
+            raise typer.Exit(1)
+
+
+@app.command()
+def diff(first: Store, second: Store) -> None:
+    """Plans that one of two stores has alone, or for which they chose differently."""
+    with in_words(*EXPECTED_ERRORS):
+        found = differences(keeper_of(first), keeper_of(second))
+        for environment in dict.fromkeys(d.environment for d in found):
+            here = [d for d in found if d.environment == environment]
+            say(f"{environment}: {here[0].label}")
+            rows = [[d.key[:12], *described(d.first), *described(d.second)] for d in here]
+            print_table(["key", str(first), "us", str(second), "us"], rows)
+        say(f"{len(found)} differences")
+
+
+@app.command()
+def merge(into: Store, source: Store) -> None:
+    """Takes into the first store what the second has that is missing there, or newer.
+
+    A timed plan is never replaced by an untimed one.
+    """
+    with in_words(*EXPECTED_ERRORS):
+        keeper, other = keeper_of(into), keeper_of(source)
+        say(f"{keeper.merge_from(other)} plans taken into {keeper.root}")
+
+
+@app.command()
+def promote(
+    overlay: Annotated[Path, typer.Argument(help="The directory that PLAN_OVERLAY names.")],
+    model_directory: Annotated[Path, typer.Argument(help="Directory of the exported model.")],
+) -> None:
+    """Brings what servers have tuned into an overlay into the model's directory, for the next rollout."""
+    with in_words(*EXPECTED_ERRORS):
+        if not is_model(model_directory):
+            raise UpkeepError(
+                f"{model_directory} holds no exported model; give the directory that is rolled out"
+            )
+        keeper, other = keeper_of(model_directory), keeper_of(overlay)
+        say(f"{keeper.merge_from(other)} plans promoted to {keeper.root}")
+
+
+@app.command()
+def gc(
+    store: Store,
+    unseen_days: Annotated[
+        int, typer.Option(min=1, help="Environments in which nothing was tuned for so many days go.")
+    ] = 180,
+    remove: Annotated[bool, typer.Option(help="Remove it; else it is only listed.")] = False,
+) -> None:
+    """Environments that have not been tuned for long, and files that no plan names."""
+    with in_words(*EXPECTED_ERRORS):
+        keeper = keeper_of(store)
+        here = cuda_compatibility(0) if torch.cuda.is_available() else cpu_compatibility()
+        found = keeper.leftovers(timedelta(days=unseen_days), datetime.now(UTC), keep=here)
+        print_table(["left over", "MiB", "because"], [[str(f.path), mib(f.bytes), f.reason] for f in found])
+        if remove:
+            for leftover in found:
+                keeper.remove(leftover)
+        total = mib(sum(f.bytes for f in found))
+        say(f"{len(found)} left over, {total} MiB{': removed' if remove else '; --remove removes them'}")
+
+
+@app.command("export")
+def export_plans(
+    store: Store, archive: Annotated[Path, typer.Argument(help="The file to write, as plans.tar.gz.")]
+) -> None:
+    """All plans of a store in one file, to carry them to another machine."""
+    with in_words(*EXPECTED_ERRORS):
+        say(f"{keeper_of(store).export(archive)} plans written to {archive}")
+
+
+@app.command("import")
+def import_plans(
+    store: Store, archive: Annotated[Path, typer.Argument(help="A file that export has written.")]
+) -> None:
+    """Takes the plans of such a file into a store, as merge does. Trust it as you trust the model."""
+    with in_words(*EXPECTED_ERRORS):
+        keeper = keeper_of(store)
+        say(f"{keeper.import_from(archive)} plans taken into {keeper.root}")
 
 
 def print_environment(environment: EnvironmentReport) -> None:
@@ -191,21 +306,6 @@ def print_left(report: ModelReport, kind: str = "cpu") -> None:
         say("nothing is left to torch: every operation is part of a segment")
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Cells are text as it is, never rich's markup."""
-    table = Table(box=box.SIMPLE)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    WIDE.print(table)
-
-
-def say(text: str) -> None:
-    """A line that is not wrapped, so that commands and paths in it can be copied."""
-    console.print(text, markup=False, soft_wrap=True)
-
-
 def environment_json(environment: EnvironmentReport) -> dict[str, Any]:
     """One environment, JSON-ready; without sampled outputs, which are long."""
     plans = []
@@ -249,29 +349,34 @@ def smallest(report: ModelReport) -> Bucket:
     return Bucket.of({axis.name: axis.minimum for axis in report.program.axes})
 
 
-def number(value: float | None, form: str) -> str:
-    """The number, or a dash where it was not measured."""
-    return "-" if value is None else format(value, form)
-
-
-def age(made_at: str, now: datetime) -> str:
-    """How long ago, in the largest whole unit: ``3 d``, ``5 h``, ``0 min``; a dash where it is not known."""
-    if not made_at:
-        return "-"
-    minutes = max(0, int((now - moment(made_at)).total_seconds() // 60))
-    if minutes < 60:
-        return f"{minutes} min"
-    return f"{minutes // 60} h" if minutes < 48 * 60 else f"{minutes // (24 * 60)} d"
-
-
-@contextmanager
-def errors_in_words() -> Iterator[None]:
-    """Expected errors as a sentence and exit code 1."""
+def is_model(directory: Path) -> bool:
+    """Whether it holds an exported model."""
     try:
-        yield
-    except EXPECTED_ERRORS as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
+        latest_version(directory)
+    except PretuneError:
+        return False
+    return True
+
+
+def keeper_of(directory: Path) -> StoreKeeper:
+    """The store of a model's newest version, or the directory itself. Raises UpkeepError."""
+    if is_model(directory):
+        return StoreKeeper(latest_version(directory) / "plans")
+    if not directory.is_dir():
+        raise UpkeepError(f"{directory} is not a directory; give that of a model or one of plans")
+    if any(not re.fullmatch(r"[0-9a-f]{16}|\..*", path.name) for path in directory.iterdir()):
+        raise UpkeepError(f"{directory} holds neither a model nor only plans; give one that does")
+    return StoreKeeper(directory)
+
+
+def described(plan: Plan | None) -> tuple[str, str]:
+    """A plan's label and time."""
+    return ("-", "-") if plan is None else (plan.candidate.label(), number(plan.time_us, ".1f"))
+
+
+def mib(size: int) -> str:
+    """Bytes in MiB."""
+    return f"{size / MIB:.1f}"
 
 
 if __name__ == "__main__":

@@ -304,6 +304,8 @@ class PlanStore:
         path = here / "blobs" / f"{name}.plan"
         with suppress(AbsentError, DamagedError):
             if read_file(path, LARGEST_BLOB_BYTES) == blob:
+                with suppress(OSError):
+                    os.utime(path)  # What is in use again is not left over: see StoreKeeper.leftovers.
                 return
         write(path, blob)
 
