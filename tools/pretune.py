@@ -22,7 +22,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cudnn_fusion.plan_store import PlanStoreError
-from cudnn_fusion.pretuning import PretuneError, Pretuning, Result, load_samples, parse_buckets
+from cudnn_fusion.pretuning import (
+    PretuneError,
+    Pretuning,
+    Result,
+    load_samples,
+    parse_buckets,
+    parse_shard,
+)
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.tuner import Outcome
 
@@ -55,12 +62,20 @@ def main(
         Path | None, typer.Option(help="Where finished plans wait until all are; default: the user's cache.")
     ] = None,
     force: Annotated[bool, typer.Option(help="Tune again what is tuned.")] = False,
+    shard: Annotated[
+        str,
+        typer.Option(
+            help="NUMBER/COUNT: tune only this part, as one of several machines. Then bring their plans "
+            "together with plans.py merge, and run once without it: nothing is tuned twice."
+        ),
+    ] = "",
 ) -> None:
     """Enumerates, builds, checks and times candidates for every segment and bucket, and publishes winners."""
     pretuning: Pretuning | None = None
     try:
         place = _device(device)
-        pretuning = Pretuning.open(model_directory, place, target, staging, force)
+        part = parse_shard(shard) if shard else None
+        pretuning = Pretuning.open(model_directory, place, target, staging, force, part)
         wanted = parse_buckets(buckets, pretuning.program)
         arrays = None if samples is None else load_samples(samples)
         result = _run(pretuning, wanted, arrays, named=bool(buckets))
@@ -75,6 +90,11 @@ def main(
         if pretuning is not None:
             pretuning.close()
     _print(result)
+    if part is not None:
+        console.print(
+            f"part {part.number} of {part.count}: buckets are served once all parts are together and this "
+            "has run without --shard"
+        )
     if not result.complete:
         _print_failures(result)
         raise typer.Exit(1)

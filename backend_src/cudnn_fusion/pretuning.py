@@ -23,9 +23,10 @@ from cudnn_fusion.partition import Partition, for_device
 from cudnn_fusion.plan import BucketRecord, Plan
 from cudnn_fusion.plan_store import Found, Miss, PlanStore
 from cudnn_fusion.preflight import cudnn_version
+from cudnn_fusion.settings import MAX_DIGITS
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.staging import Staging, StagingError
-from cudnn_fusion.tuner import Outcome, Samples, Tuner, require_samples_fit
+from cudnn_fusion.tuner import Outcome, Samples, Shard, Tuner, require_samples_fit
 
 DEFAULT_BATCHES = 8
 """How many powers of two, from 1 on, are tuned when no batch sizes are named; the maximum is added."""
@@ -78,6 +79,7 @@ class Pretuning:
         target: str | None = None,
         staging: Path | None = None,
         force: bool = False,
+        shard: Shard | None = None,
     ) -> Pretuning:
         """Raises PretuneError when there is no exported model, or nothing in it that a plan could serve."""
         version_directory = latest_version(model_directory)
@@ -123,6 +125,7 @@ class Pretuning:
             known,
             unfinished.left,
             builders,
+            shard,
         )
         return cls(version_directory, program, tuner, unfinished, target, engine)
 
@@ -210,6 +213,18 @@ def latest_version(model_directory: Path) -> Path:
         if (version / LOWERED).is_dir():
             return version
     raise PretuneError(f"{model_directory} holds no exported version; export one with tools/export.py")
+
+
+def parse_shard(text: str) -> Shard:
+    """``2/4``, the second of four. Raises PretuneError."""
+    number, _, count = text.partition("/")
+    if not (_is_small(number) and _is_small(count) and 1 <= int(number) <= int(count)):
+        raise PretuneError(f"--shard {text!r}: write NUMBER/COUNT, from 1/COUNT to COUNT/COUNT, as in 2/4")
+    return Shard(int(number), int(count))
+
+
+def _is_small(text: str) -> bool:
+    return text.isdecimal() and len(text) <= MAX_DIGITS
 
 
 def parse_buckets(text: str, program: Program) -> list[Bucket]:

@@ -40,6 +40,21 @@ OPTIONS = 3
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A part of all keys, by their digests: the ``number``-th of ``count``, from 1.
+
+    Which keys are in it depends on nothing else, so that machines that share nothing each tune a part.
+    """
+
+    number: int
+    count: int
+
+    def has(self, key: PlanKey) -> bool:
+        """Whether the key is in this part."""
+        return int(key.digest()[:16], 16) % self.count == self.number - 1
+
+
+@dataclass(frozen=True)
 class Work:
     """One key to tune: the sites that share it."""
 
@@ -88,7 +103,8 @@ class Tuner:
 
     ``builders`` build candidates beside this process; without them it builds its own. ``known`` are
     stores to take finished plans from: the model's own and its sibling versions'. So are ``unfinished``, with
-    what other runs have tuned for this program. ``on_outcome`` is called after each key.
+    what other runs have tuned for this program. With a ``shard`` only its keys are tuned and no bucket is
+    recorded. ``on_outcome`` is called after each key.
     """
 
     resources: Resources
@@ -99,6 +115,7 @@ class Tuner:
     known: Sequence[PlanStore] = ()
     unfinished: Sequence[PlanStore] = ()
     builders: Builders | None = None
+    shard: Shard | None = None
     on_outcome: Callable[[Outcome], None] = field(default=lambda outcome: None)
     built_candidates: int = 0
     timed_candidates: int = 0
@@ -110,14 +127,15 @@ class Tuner:
     _nan_fills_rows: bool = False
 
     def work(self, bucket: Bucket) -> list[Work]:
-        """The distinct keys of a bucket, in the program's order."""
+        """The distinct keys of a bucket, in the program's order; of the shard if there is one."""
         sites: dict[PlanKey, list[SegmentSite]] = {}
         sizes_of: dict[PlanKey, Sizes] = {}
         all_sizes = self.resources.segment_sizes(bucket)
         for site, sizes in zip(self.resources.partition.sites, all_sizes, strict=True):
             key = site.segment.key(sizes, accuracy.VALIDATION)
-            sites.setdefault(key, []).append(site)
-            sizes_of[key] = sizes
+            if self.shard is None or self.shard.has(key):
+                sites.setdefault(key, []).append(site)
+                sizes_of[key] = sizes
         return [Work(key, s[0].segment, sizes_of[key], tuple(s)) for key, s in sites.items()]
 
     def tune(self, bucket: Bucket, samples: Samples | None, seed: int = 0) -> list[Outcome]:
@@ -260,7 +278,7 @@ class Tuner:
         ``whole`` decides about the whole program; None for plans that nobody has timed. Gives the outcomes
         as they then are.
         """
-        if not outcomes or any(outcome.plan is None for outcome in outcomes):
+        if self.shard is not None or not outcomes or any(outcome.plan is None for outcome in outcomes):
             return outcomes
         record = None
         if all(o.reused for o in outcomes):

@@ -28,10 +28,12 @@ from cudnn_fusion.pretuning import (
     latest_version,
     load_samples,
     parse_buckets,
+    parse_shard,
     versions,
 )
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.staging import Staging
+from cudnn_fusion.tuner import Shard
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 try:
@@ -644,3 +646,43 @@ class TestSamples:
         with pytest.raises(PretuneError, match="Object arrays cannot be loaded"):
             load_samples(tmp_path / "s.npz")
         assert not (tmp_path / "sprung").exists()
+
+
+class TestShards:
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_shards_tuned_apart_come_together_without_tuning_anything_twice(self, model, tmp_path, count):
+        together = tmp_path / "together" / "model"
+        shutil.copytree(model, together)
+        store, parts = PlanStore(together / "1" / "plans"), []
+        for number in range(1, count + 1):
+            machine = tmp_path / f"machine{number}" / "model"
+            shutil.copytree(model, machine)
+            staging = tmp_path / f"staging{number}"
+            opened = Pretuning.open(machine, CPU, staging=staging, shard=Shard(number, count))
+            with closing(opened):
+                result = opened.run(batch(1, 2), None, lambda outcome: None)
+            assert result.complete
+            plans = PlanStore(machine / "1" / "plans")
+            assert plans.buckets(cpu_compatibility()) == []
+            parts.append({plan.key.digest() for plan in plans.plans(cpu_compatibility().hash())})
+            store.merge_from(plans)
+        assert sum(map(len, parts)) == len(set().union(*parts)) == 4
+        with closing(Pretuning.open(together, CPU, staging=tmp_path / "last")) as opened:
+            result = opened.run(batch(1, 2), None, lambda outcome: None)
+        assert (result.tuned, result.timed_candidates) == (4, 0)
+        assert [record.bucket for record in store.buckets(cpu_compatibility())] == batch(1, 2)
+
+    @pytest.mark.parametrize(
+        "text", ["", "1", "0/2", "3/2", "1/0", "a/b", "1/2/3", "-1/2", "1/9999999999999"]
+    )
+    def test_a_shard_that_is_none_is_refused(self, text):
+        with pytest.raises(PretuneError, match="write NUMBER/COUNT"):
+            parse_shard(text)
+
+    def test_the_command_says_what_is_next(self, model, tmp_path):
+        arguments = [str(model), "--buckets", "1", "--staging", str(tmp_path / "s"), "--shard"]
+        told = CliRunner().invoke(pretune.app, [*arguments, "1/2"]).stdout
+        assert "part 1 of 2: buckets are served once all parts are together" in " ".join(told.split())
+        wrong = CliRunner().invoke(pretune.app, [*arguments, "5/2"])
+        assert wrong.exit_code == 1
+        assert "as in 2/4" in wrong.stdout
