@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,6 +42,7 @@ from cudnn_fusion.requests import (
 from cudnn_fusion.served_model import LoadReport, ServedModel
 from cudnn_fusion.settings import Settings
 from cudnn_fusion.shapes import Part
+from cudnn_fusion.trust import distrust
 
 _LOG = logging.getLogger(__name__)
 
@@ -142,11 +142,10 @@ class Instance:
         clock.lap("preflight")
         stores = [PlanStore(version_directory / PLANS)]
         if settings.plan_overlay is not None:
-            # Path.is_dir raises for a path that is too long.
-            if os.path.isdir(settings.plan_overlay):
+            if (reason := distrust(settings.plan_overlay)) is None:
                 stores.insert(0, PlanStore(settings.plan_overlay))
             else:
-                _LOG.warning("PLAN_OVERLAY %.200s is not a directory: no plans there", settings.plan_overlay)
+                _LOG.warning("PLAN_OVERLAY %.200s is not read: %.300s", settings.plan_overlay, reason)
         cache = PlanCache(
             stores, here.compatibility, current_provenance(here.compatibility.kind), here.engines, device
         )

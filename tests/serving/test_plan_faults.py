@@ -143,12 +143,32 @@ def test_plans_of_another_environment_are_left_alone(model_server, tuned):
     assert {path: path.read_bytes() for path in foreign.root.rglob("*") if path.is_file()} == before
 
 
+def with_overlay(overlay):
+    line = f'parameters {{ key: "PLAN_OVERLAY" value {{ string_value: "{overlay}" }} }}'
+    return lambda config: f"{config}\n{line}\n"
+
+
 @pytest.mark.parametrize("overlay", ["/missing/overlay", "x" * 5000])
 def test_an_overlay_that_is_not_there_is_a_warning(model_server, tuned, overlay):
-    line = f'parameters {{ key: "PLAN_OVERLAY" value {{ string_value: "{overlay}" }} }}'
-    with model_server.put(f"overlay_{len(overlay)}", tuned, lambda c: f"{c}\n{line}\n") as model:
+    with model_server.put(f"overlay_{len(overlay)}", tuned, with_overlay(overlay)) as model:
         assert model.metric("segments", "origin") == {"exact": 12}
-        assert ["is not a directory: no plans there" in line for line in model.log_lines("W")] == [True]
+        assert ["is not read: is not a directory" in line for line in model.log_lines("W")] == [True]
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o775])
+def test_an_overlay_that_others_can_write_is_not_read(model_server, tuned, tmp_path, mode):
+    """The model itself has no plans: what serves comes from the overlay."""
+    overlay = tmp_path / "overlay"
+    shutil.copytree(tuned / "1" / "plans", overlay)
+    for path in (overlay, *overlay.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    (overlay / next(overlay.iterdir()).name / "entries").chmod(mode)
+    model = model_server.put(f"overlay_{mode}", tuned, with_overlay(overlay))
+    shutil.rmtree(model.folder / "1" / "plans")
+    with model:
+        trusted = mode == 0o755
+        assert (model.metric("segments", "origin") == {"exact": 12}) == trusted
+        assert any("chmod go-w" in line for line in model.log_lines("W")) == (not trusted)
 
 
 # A damaged or foreign model
