@@ -36,6 +36,7 @@ from cudnn_fusion.settings import MAX_DIGITS
 from cudnn_fusion.shapes import Bucket
 from cudnn_fusion.store_upkeep import PlanStoreError, StoreKeeper, UpkeepError, differences
 from cudnn_fusion.terminal import age, in_words, number, print_table, say
+from cudnn_fusion.trust import Signer, TrustError, Verifier, make_key
 
 MIB = 2**20
 NOISE = 1.05
@@ -44,6 +45,7 @@ NOISE = 1.05
 EXPECTED_ERRORS = (
     ReportError,
     UpkeepError,
+    TrustError,
     PlanStoreError,
     ProgramError,
     PretuneError,
@@ -128,6 +130,7 @@ def report_fusion(model_directory: ModelDirectory, as_json: AsJson = False) -> N
 def verify(
     store: Store,
     files_only: Annotated[bool, typer.Option(help="Load and run nothing, of any environment.")] = False,
+    public_key: Annotated[str, typer.Option(help="Plans must be signed by the owner of this key.")] = "",
 ) -> None:
     """Every file's checksum and key; for a model, each plan for this machine loaded and its outputs compared.
 
@@ -135,6 +138,7 @@ def verify(
     """
     with in_words(*EXPECTED_ERRORS):
         keeper = keeper_of(store)
+        keeper.verifier = Verifier(public_key) if public_key else None
         problems = list(keeper.problems())
         plans = sum(len(keeper.plans(e.hash)) for e in keeper.environments())
         say(f"{keeper.root}: {plans} plans, {len(problems)} problems in its files")
@@ -213,6 +217,25 @@ def gc(
                 keeper.remove(leftover)
         total = mib(sum(f.bytes for f in found))
         say(f"{len(found)} left over, {total} MiB{': removed' if remove else '; --remove removes them'}")
+
+
+@app.command()
+def keygen(
+    private_key: Annotated[Path, typer.Argument(help="The file to write; keep it to yourself.")],
+) -> None:
+    """Makes a key to sign plans with, and prints the public one, for PLAN_PUBLIC_KEY in config.pbtxt."""
+    with in_words(*EXPECTED_ERRORS):
+        say(make_key(private_key))
+
+
+@app.command()
+def sign(
+    store: Store, key: Annotated[Path, typer.Option(help="The private key, as keygen has written it.")]
+) -> None:
+    """Signs every plan of a store. What is tuned afterwards is unsigned until this has run again."""
+    with in_words(*EXPECTED_ERRORS):
+        keeper, signer = keeper_of(store), Signer(key)
+        say(f"{keeper.sign(signer)} plans of {keeper.root} signed; public key {signer.public_key}")
 
 
 @app.command("export")

@@ -42,7 +42,7 @@ from cudnn_fusion.requests import (
 from cudnn_fusion.served_model import LoadReport, ServedModel
 from cudnn_fusion.settings import Settings
 from cudnn_fusion.shapes import Part
-from cudnn_fusion.trust import distrust
+from cudnn_fusion.trust import TrustError, Verifier, distrust
 
 _LOG = logging.getLogger(__name__)
 
@@ -140,10 +140,16 @@ class Instance:
             level = {"error": logging.ERROR, "warning": logging.WARNING}.get(finding.level, logging.INFO)
             _LOG.log(level, "preflight: %s %s", finding.what, finding.do)
         clock.lap("preflight")
-        stores = [PlanStore(version_directory / PLANS)]
+        verifier = None
+        if settings.plan_trust == "signed":
+            try:
+                verifier = Verifier(settings.plan_public_key)
+            except TrustError as error:
+                raise ServingError(f"parameter PLAN_PUBLIC_KEY: {error}") from error
+        stores = [PlanStore(version_directory / PLANS, verifier)]
         if settings.plan_overlay is not None:
             if (reason := distrust(settings.plan_overlay)) is None:
-                stores.insert(0, PlanStore(settings.plan_overlay))
+                stores.insert(0, PlanStore(settings.plan_overlay, verifier))
             else:
                 _LOG.warning("PLAN_OVERLAY %.200s is not read: %.300s", settings.plan_overlay, reason)
         cache = PlanCache(

@@ -13,6 +13,7 @@ Layout, under the root::
 
     <environment hash>/manifest.json         the environment in clear
     <environment hash>/entries/<key>.json    a plan; <key> is PlanKey.digest()
+    <environment hash>/signatures/<key>      its signature, if it is signed (see `cudnn_fusion.trust`)
     <environment hash>/blobs/<sha256>.plan   what an engine loads
     <environment hash>/buckets/<bucket>.<first 16 digits of the program's sha256>.json
 
@@ -54,10 +55,12 @@ from cudnn_fusion.sealed_files import (
     write,
     write_error,
 )
+from cudnn_fusion.trust import Verifier
 
 __all__ = ["Found", "Miss", "PlanStore", "PlanStoreError", "StoredEnvironment"]
 
 LARGEST_BLOB_BYTES = 2**30
+LARGEST_SIGNATURE_BYTES = 1024
 
 _LOG = logging.getLogger("cudnn_fusion.plan_store")
 _ENVIRONMENT = re.compile(r"[0-9a-f]{16}")
@@ -94,11 +97,13 @@ class PlanStore:
     """The plans under one root: a version's ``plans`` directory, an overlay or a staging directory.
 
     The root may be missing, read-only or not a directory: reads are then misses, writes raise
-    PlanStoreError. Safe to use from several threads and processes.
+    PlanStoreError. Safe to use from several threads and processes. With a ``verifier`` plans that it does
+    not find signed are misses.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, verifier: Verifier | None = None) -> None:
         self.root = Path(root)
+        self.verifier = verifier
         self._warned: set[Path] = set()
         self._warned_lock = threading.Lock()
 
@@ -191,8 +196,19 @@ class PlanStore:
             )
         return "\n".join(lines) or f"0 plans in {self.root}"
 
-    def publish(self, compatibility: Compatibility, plan: Plan, blob: bytes | None) -> None:
-        """Makes a plan visible, replacing an older one for the same key: first the blob, then the entry.
+    def signature(self, environment_hash: str, key: PlanKey) -> bytes | None:
+        """The signature beside a plan; None where it has none or it cannot be read."""
+        try:
+            return read_file(
+                self.root / environment_hash / "signatures" / key.digest(), LARGEST_SIGNATURE_BYTES
+            )
+        except (AbsentError, DamagedError):
+            return None
+
+    def publish(
+        self, compatibility: Compatibility, plan: Plan, blob: bytes | None, signature: bytes | None = None
+    ) -> None:
+        """Makes a plan visible, replacing an older one for the same key: the blob, the signature, the entry.
 
         ``plan.blob_sha256`` must be the blob's sha256, None without one. Raises PlanFormatError when the
         plan does not hold what the format asks, PlanStoreError when it cannot be written.
@@ -207,7 +223,13 @@ class PlanStore:
         here = self._claim(compatibility)
         if blob is not None:
             self._publish_blob(here, blob)
+        if signature is not None:
+            self.publish_signature(compatibility, plan.key, signature)
         write(here / "entries" / f"{plan.key.digest()}.json", seal(here.name, content))
+
+    def publish_signature(self, compatibility: Compatibility, key: PlanKey, signature: bytes) -> None:
+        """Puts a signature beside a plan. Raises PlanStoreError."""
+        write(self._claim(compatibility) / "signatures" / key.digest(), signature)
 
     def publish_bucket(self, compatibility: Compatibility, record: BucketRecord) -> None:
         """Makes a tuned bucket visible, after the plans it names. Raises as `publish` does."""
@@ -271,7 +293,8 @@ class PlanStore:
             if isinstance(incoming, Found) and (
                 isinstance(present, Miss) or incoming.plan.is_better_than(present.plan)
             ):
-                self.publish(compatibility, incoming.plan, incoming.blob)
+                signature = other.signature(compatibility.hash(), plan.key)
+                self.publish(compatibility, incoming.plan, incoming.blob, signature)
                 copied += 1
         entries = {plan.key.digest() for plan in self.plans(compatibility.hash())}
         present_buckets = {_bucket_file(record): record for record in self.buckets(compatibility)}
@@ -339,6 +362,11 @@ class PlanStore:
         plan = _read(path, environment, Plan.from_json)
         if plan.key.digest() != digest:
             raise DamagedError(path, f"holds the plan of another key ({plan.key.digest()[:16]}...)")
+        if self.verifier is not None:
+            signature = self.signature(environment, plan.key)
+            if signature is None or not self.verifier.has_signed(environment, plan, signature):
+                what = "is not signed" if signature is None else "is not what was signed, or by another key"
+                raise DamagedError(path, f"{what}, and only signed plans are trusted here")
         return plan
 
     def _read_bucket(self, environment: str, name: str) -> BucketRecord:

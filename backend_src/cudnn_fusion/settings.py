@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENGINES = ("auto", "reference")
+TRUST = ("any", "signed")
 MAX_DIGITS = 12
 
 
@@ -20,12 +21,15 @@ class Settings:
 
     ``executor_memory_mb`` bounds what all executors of an instance take together, in MiB; ``max_buckets``
     their number. ``plan_overlay`` is a directory of plans that is read before the model's own.
+    ``plan_trust``: ``any``, or ``signed``: only plans signed by the owner of ``plan_public_key`` are loaded.
     """
 
     engine: str = "auto"
     executor_memory_mb: int = 4096
     max_buckets: int = 32
     plan_overlay: Path | None = None
+    plan_trust: str = "any"
+    plan_public_key: str = ""
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> Settings:
@@ -37,11 +41,19 @@ class Settings:
         if engine not in ENGINES:
             raise SettingsError(f"parameter ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}")
         overlay = parameters.get("PLAN_OVERLAY", "")
+        trust = parameters.get("PLAN_TRUST", "") or cls.plan_trust
+        key = parameters.get("PLAN_PUBLIC_KEY", "")
+        if trust not in TRUST:
+            raise SettingsError(f"parameter PLAN_TRUST is {trust!r}; it must be one of {', '.join(TRUST)}")
+        if trust == "signed" and not key:
+            raise SettingsError("parameter PLAN_TRUST is 'signed'; PLAN_PUBLIC_KEY must say by which key")
         return cls(
             engine,
             _positive(parameters, "EXECUTOR_MEMORY_MB", cls.executor_memory_mb),
             _positive(parameters, "MAX_BUCKETS", cls.max_buckets),
             Path(overlay) if overlay else None,
+            trust,
+            key,
         )
 
 

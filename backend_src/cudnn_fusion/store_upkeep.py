@@ -18,8 +18,9 @@ from pathlib import Path
 
 from cudnn_fusion.environment import Compatibility
 from cudnn_fusion.plan import Plan, moment
-from cudnn_fusion.plan_store import PlanStore, PlanStoreError, StoredEnvironment
+from cudnn_fusion.plan_store import Found, PlanStore, PlanStoreError, StoredEnvironment
 from cudnn_fusion.sealed_files import AbsentError, DamagedError, write_error
+from cudnn_fusion.trust import Signer
 
 UNREFERENCED_FOR = timedelta(hours=24)
 """A blob appears before the plan that names it: one without a plan is left over only after that time."""
@@ -133,6 +134,19 @@ class StoreKeeper(PlanStore):
             return
         except OSError as problem:
             raise write_error(path, problem) from problem
+
+    def sign(self, signer: Signer) -> int:
+        """Signs every plan that is usable; the number of plans. Raises PlanStoreError."""
+        count = 0
+        for stored in self.environments():
+            if stored.compatibility is None:
+                continue
+            for plan in self.plans(stored.hash):
+                if isinstance(self.find(stored.compatibility, plan.key), Found):
+                    signature = signer.sign(stored.hash, plan)
+                    self.publish_signature(stored.compatibility, plan.key, signature)
+                    count += 1
+        return count
 
     def export(self, archive: Path) -> int:
         """Writes all that is usable into one compressed file; the number of plans. Raises UpkeepError and

@@ -15,6 +15,8 @@ from tritonclient.utils import InferenceServerException
 
 from cudnn_fusion.environment import Compatibility
 from cudnn_fusion.plan_store import PlanStore
+from cudnn_fusion.store_upkeep import StoreKeeper
+from cudnn_fusion.trust import Signer, make_key
 from tools.demo.serving_client import Route
 
 
@@ -169,6 +171,22 @@ def test_an_overlay_that_others_can_write_is_not_read(model_server, tuned, tmp_p
         trusted = mode == 0o755
         assert (model.metric("segments", "origin") == {"exact": 12}) == trusted
         assert any("chmod go-w" in line for line in model.log_lines("W")) == (not trusted)
+
+
+def test_where_only_signed_plans_are_trusted_others_are_not_loaded(model_server, tuned, tmp_path):
+    public = make_key(tmp_path / "key.pem")
+    lines = "".join(
+        f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+        for name, value in (("PLAN_TRUST", "signed"), ("PLAN_PUBLIC_KEY", public))
+    )
+    model = model_server.put("signed", tuned, lambda config: f"{config}\n{lines}")
+    with model:
+        assert "exact" not in model.metric("segments", "origin")
+        assert any("is not signed" in line for line in model.log_lines("W"))
+        model.infer(small_net.inputs(4))
+    StoreKeeper(model.folder / "1" / "plans").sign(Signer(tmp_path / "key.pem"))
+    with model:  # the metric goes on where it was
+        assert model.metric("segments", "origin") == {"reference": 12, "exact": 12}
 
 
 # A damaged or foreign model

@@ -1,4 +1,4 @@
-"""Each field of the environment changed alone: what serves is what the table in the code says, and the docs name it."""
+"""Each field of the environment changed alone: what serves follows the table in the code, as the docs say."""
 
 import re
 from dataclasses import fields, replace
