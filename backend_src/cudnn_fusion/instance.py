@@ -39,6 +39,7 @@ from cudnn_fusion.requests import (
     group,
     parse,
 )
+from cudnn_fusion.retune import retune_in_child, untuned_here
 from cudnn_fusion.served_model import LoadReport, ServedModel
 from cudnn_fusion.settings import Settings
 from cudnn_fusion.shapes import Part
@@ -99,6 +100,24 @@ def place(device: torch.device) -> Place:
     return Place(device, engines, Compatibility("cuda", torch.cuda.get_device_name(device)), findings)
 
 
+def _retune(
+    version_directory: Path,
+    settings: Settings,
+    here: Place,
+    program: lowered.Program,
+    stores: Sequence[PlanStore],
+) -> None:
+    """Tunes into the overlay what is tuned for other environments alone. Never raises."""
+    assert settings.plan_overlay is not None
+    overlay, budget_s = settings.plan_overlay, settings.retune_budget_s
+    buckets = untuned_here([*stores, PlanStore(overlay)], here.compatibility, program.sha256)
+    if buckets:
+        names = ", ".join(bucket.name for bucket in buckets)
+        _LOG.warning("RETUNE=load: not tuned in this environment: %s; tuning, at most %s s", names, budget_s)
+        told = retune_in_child(version_directory, overlay, here.device, buckets, budget_s)
+        _LOG.warning("RETUNE=load: %s", told)
+
+
 def instance_device(kind: str, device_id: str) -> torch.device:
     """The device that Triton gave an instance: KIND_GPU does not select it by itself. Raises ServingError."""
     if kind != "GPU":
@@ -148,6 +167,9 @@ class Instance:
                 raise ServingError(f"parameter PLAN_PUBLIC_KEY: {error}") from error
         stores = [PlanStore(version_directory / PLANS, verifier)]
         if settings.plan_overlay is not None:
+            if settings.retune == "load" and settings.engine != "reference":
+                _retune(version_directory, settings, here, program, stores)
+                clock.lap("retune")
             if (reason := distrust(settings.plan_overlay)) is None:
                 stores.insert(0, PlanStore(settings.plan_overlay, verifier))
             else:

@@ -7,20 +7,16 @@ output.
 from __future__ import annotations
 
 import base64
-import ctypes
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from cudnn_fusion.children import interpreter, live_and_die_with_parent
 from cudnn_fusion.engines.base import BuiltPlan, CandidateRejectedError
 from cudnn_fusion.engines.cudnn_graph import CudnnEngine
 from cudnn_fusion.plan import Candidate
@@ -43,13 +39,13 @@ def plan_in_child(requests: Sequence[PlanRequest], device: torch.device) -> list
     message = json.dumps({"device": device.index or 0, "requests": [_to_json(r) for r in requests]})
     try:
         done = subprocess.run(
-            [_interpreter(), "-m", "cudnn_fusion.planner"],
+            [interpreter(), "-m", "cudnn_fusion.planner"],
             input=message,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
             check=False,
-            preexec_fn=_live_and_die_with_parent,
+            preexec_fn=live_and_die_with_parent,
         )
         answers = json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -130,23 +126,6 @@ def _from_json(data: Mapping[str, Any]) -> PlanRequest:
 
 def _candidate(data: Mapping[str, Any]) -> Candidate:
     return Candidate(**{**data, "knobs": tuple((name, value) for name, value in data["knobs"])})
-
-
-def _interpreter() -> str:
-    """The Python of this environment, which has this package; the first on PATH may be another one.
-
-    ``sys.executable`` alone does not do: in a program that embeds Python it may be empty.
-    """
-    own = Path(sys.prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
-    return str(own) if own.exists() else (sys.executable or shutil.which("python3") or "python3")
-
-
-def _live_and_die_with_parent() -> None:
-    """The server's signals are the server's to handle; a killed server leaves no planner behind."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    os.nice(10)
 
 
 if __name__ == "__main__":

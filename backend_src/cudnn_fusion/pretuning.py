@@ -65,6 +65,7 @@ class Pretuning:
     """A model directory opened for tuning on a device, or for planning for a target (a name or a file)."""
 
     version_directory: Path
+    published: PlanStore
     program: Program
     tuner: Tuner
     staging: Staging
@@ -81,10 +82,29 @@ class Pretuning:
         force: bool = False,
         shard: Shard | None = None,
     ) -> Pretuning:
-        """Raises PretuneError when there is no exported model, or nothing in it that a plan could serve."""
-        version_directory = latest_version(model_directory)
-        if not os.access(version_directory, os.W_OK):
-            raise PretuneError(f"cannot write to {version_directory}, where plans go; make it writable")
+        """The newest version; see `open_version`. Raises PretuneError."""
+        version = latest_version(model_directory)
+        return cls.open_version(version, device, target, staging, force, shard)
+
+    @classmethod
+    def open_version(
+        cls,
+        version_directory: Path,
+        device: torch.device,
+        target: str | None = None,
+        staging: Path | None = None,
+        force: bool = False,
+        shard: Shard | None = None,
+        overlay: Path | None = None,
+    ) -> Pretuning:
+        """Publishes into the version's plans, or into an ``overlay`` of them.
+
+        Raises PretuneError when there is no exported model, or nothing in it that a plan could serve.
+        """
+        published = PlanStore(overlay or version_directory / PLANS)
+        place_of_plans = overlay or version_directory
+        if not os.access(place_of_plans, os.W_OK):
+            raise PretuneError(f"cannot write to {place_of_plans}, where plans go; make it writable")
         try:
             program = lowered.read(version_directory / LOWERED)
         except lowered.ProgramError as error:
@@ -96,7 +116,11 @@ class Pretuning:
         resources = Resources(*for_device(program, kind), place_of_weights, exported=program)
         if not resources.partition.sites:
             raise PretuneError(_why_nothing(resources.partition))
-        known = [] if force else [PlanStore(v / PLANS) for v in versions(model_directory)]
+        known = [published, *(PlanStore(v / PLANS) for v in versions(version_directory.parent))]
+        if overlay is None:
+            del known[0]
+        if force:
+            known = []
         if target is None:
             here = place(device)
             if here.errors:
@@ -127,7 +151,7 @@ class Pretuning:
             builders,
             shard,
         )
-        return cls(version_directory, program, tuner, unfinished, target, engine)
+        return cls(version_directory, published, program, tuner, unfinished, target, engine)
 
     def close(self) -> None:
         """Ends the processes that build, and leaves staging to other runs."""
@@ -152,7 +176,7 @@ class Pretuning:
                 outcomes += self.tuner.plan_untimed(bucket, self.engine)
             else:
                 outcomes += self.tuner.tune(bucket, samples)
-        tuner, plans = self.tuner, PlanStore(self.version_directory / PLANS)
+        tuner, plans = self.tuner, self.published
         environment = tuner.compatibility.hash()
         digests = {outcome.work.key.digest() for outcome in outcomes}
         published = plans.merge_from(tuner.store, {environment: digests})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ENGINES = ("auto", "reference")
 TRUST = ("any", "signed")
+RETUNE = ("never", "load")
 MAX_DIGITS = 12
 
 
@@ -22,6 +23,8 @@ class Settings:
     ``executor_memory_mb`` bounds what all executors of an instance take together, in MiB; ``max_buckets``
     their number. ``plan_overlay`` is a directory of plans that is read before the model's own.
     ``plan_trust``: ``any``, or ``signed``: only plans signed by the owner of ``plan_public_key`` are loaded.
+    ``retune``: ``load`` tunes buckets that are tuned for other environments alone into the overlay before
+    the model is ready, within ``retune_budget_s`` seconds.
     """
 
     engine: str = "auto"
@@ -30,6 +33,8 @@ class Settings:
     plan_overlay: Path | None = None
     plan_trust: str = "any"
     plan_public_key: str = ""
+    retune: str = "never"
+    retune_budget_s: int = 60
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> Settings:
@@ -54,7 +59,22 @@ class Settings:
             Path(overlay) if overlay else None,
             trust,
             key,
+            _retune(parameters.get("RETUNE", ""), overlay, trust),
+            _positive(parameters, "RETUNE_BUDGET_S", cls.retune_budget_s),
         )
+
+
+def _retune(text: str, overlay: str, trust: str) -> str:
+    retune = text or Settings.retune
+    if retune not in RETUNE:
+        raise SettingsError(f"parameter RETUNE is {retune!r}; it must be one of {', '.join(RETUNE)}")
+    if retune != "never" and not overlay:
+        raise SettingsError(f"parameter RETUNE is {retune!r}; PLAN_OVERLAY must say where its plans go")
+    if retune != "never" and trust == "signed":
+        raise SettingsError(
+            f"parameter RETUNE is {retune!r}, but PLAN_TRUST is 'signed': nobody signs its plans"
+        )
+    return retune
 
 
 def _positive(parameters: Mapping[str, str], name: str, default: int) -> int:

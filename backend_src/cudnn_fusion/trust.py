@@ -103,9 +103,7 @@ def _library() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise TrustError(
-            "signatures need the package cryptography: install cudnn-fusion[signatures]"
-        ) from error
+        raise TrustError("signatures need the package cryptography: pip install cryptography") from error
     return ed25519
 
 

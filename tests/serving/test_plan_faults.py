@@ -129,20 +129,13 @@ def test_a_manifest_of_another_environment_hides_its_plans(model_server, tuned):
 def test_plans_of_another_environment_are_left_alone(model_server, tuned):
     """Plans of another device were once saved anew as this one's (TensorRT-LLM issue 17664)."""
     model = model_server.put("foreign", tuned)
-    stored = PlanStore(tuned / "1" / "plans")
-    (here,) = (environment.compatibility for environment in stored.environments())
-    other = Compatibility.from_json({**here.to_json(), "device_name": "another CPU"})
-    shutil.rmtree(model.folder / "1" / "plans")
-    foreign = PlanStore(model.folder / "1" / "plans")
-    for plan in stored.plans(here.hash()):
-        foreign.publish(other, plan, None)
-    for record in stored.buckets(here):
-        foreign.publish_bucket(other, record)
-    before = {path: path.read_bytes() for path in foreign.root.rglob("*") if path.is_file()}
+    plans = model.folder / "1" / "plans"
+    moved_elsewhere(plans)
+    before = {path: path.read_bytes() for path in plans.rglob("*") if path.is_file()}
     with model:
         assert_serves_quietly(model, [])
         assert model.infer_and_tell(small_net.inputs(4))[1].origin in ("recipe", "reference")
-    assert {path: path.read_bytes() for path in foreign.root.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in plans.rglob("*") if path.is_file()} == before
 
 
 def with_overlay(overlay):
@@ -173,6 +166,42 @@ def test_an_overlay_that_others_can_write_is_not_read(model_server, tuned, tmp_p
         assert any("chmod go-w" in line for line in model.log_lines("W")) == (not trusted)
 
 
+def test_what_was_tuned_elsewhere_is_tuned_again_at_load_into_the_overlay(model_server, tuned, tmp_path):
+    """As behind an update of driver or library; the second start finds it."""
+    overlay = tmp_path / "overlay"
+    lines = {"PLAN_OVERLAY": overlay, "RETUNE": "load", "RETUNE_BUDGET_S": 100}
+    text = "".join(
+        f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+        for name, value in lines.items()
+    )
+    model = model_server.put("retuned", tuned, lambda config: f"{config}\n{text}")
+    plans = model.folder / "1" / "plans"
+    here, other = moved_elsewhere(plans)
+    before = {path: path.read_bytes() for path in plans.rglob("*") if path.is_file()}
+    for start in (1, 2):
+        with model:
+            told = [line for line in model.log_lines("W") if "RETUNE=load" in line]
+            assert len(told) == (2 if start == 1 else 0)
+            assert model.metric("segments", "origin") == {"exact": 12}
+            assert model.infer_and_tell(small_net.inputs(4))[1].origin == "exact"
+    assert {path: path.read_bytes() for path in plans.rglob("*") if path.is_file()} == before
+    assert len(PlanStore(overlay).buckets(here)) == len(PlanStore(plans).buckets(other)) > 0
+
+
+def moved_elsewhere(plans):
+    """Makes plans of this environment those of another; both environments."""
+    stored = PlanStore(plans.rename(plans.with_name("moved")))
+    (here,) = (environment.compatibility for environment in stored.environments())
+    other = Compatibility.from_json({**here.to_json(), "device_name": "another CPU"})
+    foreign = PlanStore(plans)
+    for plan in stored.plans(here.hash()):
+        foreign.publish(other, plan, None)
+    for record in stored.buckets(here):
+        foreign.publish_bucket(other, record)
+    shutil.rmtree(stored.root)
+    return here, other
+
+
 def test_where_only_signed_plans_are_trusted_others_are_not_loaded(model_server, tuned, tmp_path):
     public = make_key(tmp_path / "key.pem")
     lines = "".join(
@@ -185,7 +214,7 @@ def test_where_only_signed_plans_are_trusted_others_are_not_loaded(model_server,
         assert any("is not signed" in line for line in model.log_lines("W"))
         model.infer(small_net.inputs(4))
     StoreKeeper(model.folder / "1" / "plans").sign(Signer(tmp_path / "key.pem"))
-    with model:  # the metric goes on where it was
+    with model:  # what the metric has counted before stays
         assert model.metric("segments", "origin") == {"reference": 12, "exact": 12}
 
 
