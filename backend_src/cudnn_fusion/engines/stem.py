@@ -268,8 +268,7 @@ class _Kernel:
         segment, sizes, pool = self.segment, self.sizes, _pool(self.segment)
         conv, kernel = segment.operations[0], sizes["w"][2:]
         n, c, h, w = sizes["x"]
-        before = conv.attribute("padding_before")
-        out = self.conv_output
+        p, q = segment.convolved_dims(sizes)[2:]
         definitions: dict[str, object] = {
             "Element": TYPES[segment.operand(OUTPUT).dtype],
             "TYPE": '"f16"' if segment.operand(OUTPUT).dtype == "float16" else '"bf16"',
@@ -279,14 +278,14 @@ class _Kernel:
             "W": w,
             "PIXEL": 4 if segment.operand("x").layout == PADDED else c,
             "K": sizes["w"][0],
-            "P": out[0],
-            "Q": out[1],
+            "P": p,
+            "Q": q,
             "OUT_P": sizes[OUTPUT][2],
             "OUT_Q": sizes[OUTPUT][3],
             **_on_axes("KERNEL", kernel),
             **_on_axes("STRIDE", conv.attribute("stride")),
             **_on_axes("DILATION", conv.attribute("dilation")),
-            **_on_axes("BEFORE", before),
+            **_on_axes("BEFORE", conv.attribute("padding_before")),
             "POOL": int(pool is not None),
             **_on_axes("POOL_KERNEL", self.window[0]),
             **_on_axes("POOL_STRIDE", self.window[1]),
@@ -300,12 +299,6 @@ class _Kernel:
             "EPILOGUE(v, channel, index)": epilogue(segment, segment.operations[1 : -1 if pool else None]),
         }
         return with_macros("stem.cu", definitions)
-
-    @property
-    def conv_output(self) -> tuple[int, int]:
-        """Rows and columns of the convolution's output."""
-        p, q = self.segment.convolved_dims(self.sizes)[2:]
-        return p, q
 
     def launch(self, at_once: int) -> Launch:
         """The launch where the GPU holds so many blocks at a time."""
