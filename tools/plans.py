@@ -202,7 +202,8 @@ def promote(
 def gc(
     store: Store,
     unseen_days: Annotated[
-        int, typer.Option(min=1, help="Environments in which nothing was tuned for so many days go.")
+        int,
+        typer.Option(min=1, max=36500, help="Environments in which nothing was tuned for so many days go."),
     ] = 180,
     remove: Annotated[bool, typer.Option(help="Remove it; else it is only listed.")] = False,
 ) -> None:

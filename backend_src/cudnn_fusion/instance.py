@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -167,7 +168,9 @@ class Instance:
                 raise ServingError(f"parameter PLAN_PUBLIC_KEY: {error}") from error
         stores = [PlanStore(version_directory / PLANS, verifier)]
         if settings.plan_overlay is not None:
-            if settings.retune == "load" and settings.engine != "reference":
+            # What others could have put there is neither loaded nor run by the process that tunes.
+            trusted = not os.path.lexists(settings.plan_overlay) or distrust(settings.plan_overlay) is None
+            if settings.retune == "load" and settings.engine != "reference" and trusted:
                 _retune(version_directory, settings, here, program, stores)
                 clock.lap("retune")
             if (reason := distrust(settings.plan_overlay)) is None:

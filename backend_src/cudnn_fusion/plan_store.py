@@ -296,6 +296,11 @@ class PlanStore:
                 signature = other.signature(compatibility.hash(), plan.key)
                 self.publish(compatibility, incoming.plan, incoming.blob, signature)
                 copied += 1
+            elif isinstance(present, Found) and isinstance(incoming, Found) and present.plan == incoming.plan:
+                # Signed elsewhere since: where the key is.
+                signature = other.signature(compatibility.hash(), plan.key)
+                if signature is not None:
+                    self.publish_signature(compatibility, plan.key, signature)
         entries = {plan.key.digest() for plan in self.plans(compatibility.hash())}
         present_buckets = {_bucket_file(record): record for record in self.buckets(compatibility)}
         for record in other.buckets(compatibility):

@@ -103,6 +103,12 @@ def _decode_mapping(value: object, where: str) -> dict[str, object]:
     for name, item in value.items():
         if not isinstance(name, str) or not isinstance(item, str | int | float | None):
             raise RecordError(f"{where} holds {_shown(item)}, expected text, numbers or null")
+        if (isinstance(item, float) and not math.isfinite(item)) or (
+            isinstance(item, int) and abs(item) >= 2**63
+        ):
+            raise RecordError(
+                f"{where} holds {_shown(item)}, expected numbers that are finite and below 2**63"
+            )
     return dict(value)
 
 

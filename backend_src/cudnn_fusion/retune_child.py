@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from cudnn_fusion.plan_store import PlanStoreError
 from cudnn_fusion.pretuning import PretuneError, Pretuning
 from cudnn_fusion.shapes import Bucket
+from cudnn_fusion.trust import distrust
 
 STAGING = ".staging"
 
@@ -33,9 +34,9 @@ def retune(
     with closing(
         Pretuning.open_version(version_directory, device, staging=staging, overlay=overlay)
     ) as opened:
-        lock = FileLock(overlay / f".retune-{opened.tuner.compatibility.hash()}.lock", timeout=0, mode=0o600)
+        lock = FileLock(overlay / f".retune-{opened.tuner.compatibility.hash()}.lock", mode=0o600)
         try:
-            with lock:
+            with lock.acquire(timeout=max(0.0, end - time.monotonic())):
                 for bucket in buckets:
                     if time.monotonic() >= end:
                         break
@@ -55,8 +56,11 @@ def main() -> None:
     device = torch.device(task["device"])
     torch.set_num_threads(task["threads"])
     buckets = [Bucket.of(sizes) for sizes in task["buckets"]]
+    os.umask(0o077)  # A server refuses an overlay that others can write.
     try:
         os.makedirs(task["overlay"], mode=0o700, exist_ok=True)
+        if reason := distrust(Path(task["overlay"])):
+            raise PretuneError(f"the overlay is not trusted: {reason}")
         print(retune(Path(task["version"]), Path(task["overlay"]), device, buckets, task["budget_s"]))
     except (PretuneError, PlanStoreError, OSError) as error:
         print(f"not tuned again: {error}")

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import tarfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,7 +129,9 @@ class StoreKeeper(PlanStore):
                 hidden = self.root / f".removed-{os.getpid()}-{secrets.token_hex(8)}"
                 os.rename(path, hidden)
                 shutil.rmtree(hidden)
-            elif path.name.removesuffix(".plan") not in self._named(path.parent.parent.name):
+            elif (_age(path, datetime.now(UTC)) or timedelta()) > UNREFERENCED_FOR and (
+                path.name.removesuffix(".plan") not in self._named(path.parent.parent.name)
+            ):
                 os.remove(path)
         except FileNotFoundError:  # another one was faster
             return
@@ -151,6 +154,8 @@ class StoreKeeper(PlanStore):
     def export(self, archive: Path) -> int:
         """Writes all that is usable into one compressed file; the number of plans. Raises UpkeepError and
         PlanStoreError."""
+        if archive.is_dir():
+            raise UpkeepError(f"{archive} is a directory; name the file to write")
         with _beside(archive) as made, tempfile_directory(archive.parent) as folder:
             copied = PlanStore(folder).merge_from(self)
             if not copied:
@@ -175,7 +180,7 @@ class StoreKeeper(PlanStore):
                     if sum(member.size for member in members) > LARGEST_ARCHIVE_BYTES:
                         raise UpkeepError(f"{archive} unpacks to more than {LARGEST_ARCHIVE_BYTES >> 30} GiB")
                     file.extractall(folder, members, filter="data")
-            except (tarfile.TarError, OSError, EOFError) as problem:
+            except (tarfile.TarError, OSError, EOFError, zlib.error) as problem:
                 raise UpkeepError(f"{archive} cannot be unpacked: {problem}") from problem
             incoming = PlanStore(folder)
             if not any(incoming.plans(stored.hash) for stored in incoming.environments()):

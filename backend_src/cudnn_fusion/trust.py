@@ -43,7 +43,7 @@ class Verifier:
 
         try:
             self._key.verify(signature, _message(environment, plan))
-        except InvalidSignature:
+        except (InvalidSignature, ValueError):  # a record that cannot be written was signed by nobody
             return False
         return True
 
@@ -54,11 +54,12 @@ class Signer:
     def __init__(self, private_key: Path) -> None:
         """Raises TrustError."""
         ed25519 = _library()
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         try:
             key = load_pem_private_key(private_key.read_bytes(), password=None)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise TrustError(
                 f"{private_key} holds no private key: {error}; `plans.py keygen` makes one"
             ) from error
@@ -81,9 +82,10 @@ class Signer:
 
 def make_key(private_key: Path) -> str:
     """Writes a new private key that only its owner can read; gives the public one. Raises TrustError."""
+    ed25519 = _library()
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    key = _library().Ed25519PrivateKey.generate()
+    key = ed25519.Ed25519PrivateKey.generate()
     text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
         with open(os.open(private_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

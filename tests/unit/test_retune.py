@@ -1,6 +1,8 @@
 """Tuning again where plans of another environment lie, within a time, by one process for all."""
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from cudnn_fusion.retune import retune_in_child, untuned_here
 from cudnn_fusion.retune_child import retune as retune_here
 from cudnn_fusion.settings import Settings, SettingsError
 from cudnn_fusion.shapes import Bucket
+from cudnn_fusion.trust import distrust
 
 HERE = cpu_compatibility()
 ELSEWHERE = replace(HERE, threads=(HERE.threads or 0) + 62)
@@ -77,7 +80,7 @@ def test_a_child_that_takes_longer_is_ended(moved):
 def test_one_process_tunes_for_all(moved):
     version, _, overlay = moved
     with FileLock(overlay / f".retune-{HERE.hash()}.lock"):
-        told = retune_here(version, overlay, CPU, BUCKETS, 1000)
+        told = retune_here(version, overlay, CPU, BUCKETS, 0.3)
     assert told == "another process tunes for this overlay at the moment"
     assert PlanStore(overlay).environments() == []
     assert retune_here(version, overlay, CPU, BUCKETS, 1000).startswith("tuned again: batch=4, batch=2")
@@ -98,6 +101,35 @@ def test_what_an_ended_child_has_finished_is_not_tuned_again(moved):
     timed = int(told.split("(")[1].split()[0])
     assert 0 < timed < 2 * first
     assert len(PlanStore(overlay).buckets(HERE)) == 1
+
+
+def test_two_processes_at_once_tune_everything_once(moved):
+    """The second waits, and finds it done."""
+    version, program, overlay = moved
+    with ThreadPoolExecutor(2) as both:
+        told = list(both.map(lambda _: retune_in_child(version, overlay, CPU, BUCKETS, 300), range(2)))
+    assert all(text.startswith("tuned again: batch=4, batch=2 (") for text in told)
+    assert sum("(0 candidates timed)" in text for text in told) == 1
+    assert untuned_here([PlanStore(overlay)], HERE, program.sha256) == []
+
+
+def test_what_others_could_have_put_there_is_not_read_by_the_child(moved):
+    version, _, overlay = moved
+    overlay.chmod(0o777)
+    told = retune_in_child(version, overlay, CPU, BUCKETS, 100)
+    assert told.startswith("not tuned again: the overlay is not trusted: ")
+    assert list(overlay.iterdir()) == []
+
+
+def test_a_loose_umask_makes_no_overlay_that_the_server_refuses(moved):
+    version, _, overlay = moved
+    before = os.umask(0o002)
+    try:
+        told = retune_in_child(version, overlay / "new", CPU, BUCKETS[1:], 300)
+    finally:
+        os.umask(before)
+    assert told.startswith("tuned again: batch=2 (")
+    assert distrust(overlay / "new") is None
 
 
 @pytest.mark.parametrize(

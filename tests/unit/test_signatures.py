@@ -1,6 +1,7 @@
 """Plans that are signed, and what only they may do."""
 
 import os
+import shutil
 import stat
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from programs import block, cache_of, tuner_of, write_version
 from typer.testing import CliRunner
 
 from cudnn_fusion.environment import cpu_compatibility
-from cudnn_fusion.plan import sha256_hex
+from cudnn_fusion.plan import Plan, PlanFormatError, sha256_hex
 from cudnn_fusion.plan_store import Found, Miss, PlanStore
 from cudnn_fusion.settings import Settings, SettingsError
 from cudnn_fusion.shapes import Bucket
@@ -115,6 +116,19 @@ class TestFinding:
         arrived.root.mkdir()
         arrived.import_from(tmp_path / "plans.tar.gz")
         assert all(isinstance(answer, Found) for answer in found(arrived, key[1]))
+
+    def test_a_signature_reaches_the_same_plan_that_is_there_unsigned(self, store, key, tmp_path):
+        """The key is on another machine: plans go there, and their signatures come back."""
+        shutil.copytree(store.root, tmp_path / "signing")
+        StoreKeeper(tmp_path / "signing").sign(Signer(key[0]))
+        assert store.merge_from(PlanStore(tmp_path / "signing")) == 0
+        assert all(isinstance(answer, Found) for answer in found(store, key[1]))
+
+    def test_a_record_that_cannot_be_written_is_signed_by_nobody(self, store, key):
+        plan = replace(store.plans(HERE.hash())[0], provenance={"product": float("inf")})
+        assert not Verifier(key[1]).has_signed(HERE.hash(), plan, b"x" * 64)
+        with pytest.raises(PlanFormatError, match="finite"):
+            Plan.from_json(plan.to_json())
 
     def test_recipes_are_signed_too(self, tuned, tmp_path, key):
         """Plans of another environment choose what is built here."""

@@ -5,6 +5,7 @@ import os
 import shutil
 import tarfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -143,6 +144,9 @@ class TestLeftovers:
         (found,) = keeper(model).leftovers(timedelta(days=100), self.later(2))
         assert (found.path, found.bytes, found.reason) == (blob, 3, "no plan names it")
         keeper(model).remove(found)
+        assert blob.exists()  # touched meanwhile: a writer is about to name it
+        os.utime(blob, (1, 1))
+        keeper(model).remove(found)
         assert not blob.exists()
         assert list(keeper(model).problems()) == []
 
@@ -253,6 +257,19 @@ class TestArchives:
         assert list(target.iterdir()) == []
         assert not (tmp_path / "absolute").exists()
         assert not (tmp_path.parent / "outside").exists()
+
+    def test_a_damaged_archive_is_never_a_traceback(self, model, tmp_path):
+        keeper(model).export(tmp_path / "a")
+        data = (tmp_path / "a").read_bytes()
+        for at in range(10, len(data), len(data) // 40):
+            (tmp_path / "a").write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            with suppress(UpkeepError):
+                StoreKeeper(tmp_path / f"store{at}").import_from(tmp_path / "a")
+
+    def test_an_archive_is_not_written_over_a_directory(self, model, tmp_path):
+        result = plans("export", model, tmp_path)
+        assert result.exit_code == 1
+        assert "is a directory" in words(result)
 
     def test_an_absent_archive_is_said(self, model, tmp_path):
         result = plans("import", model, tmp_path / "absent")
